@@ -1,0 +1,127 @@
+"""Finds the command that was asked for and runs it. Each command imports what it needs, so that help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+__all__ = ["main"]
+
+_COMMANDS: dict[str, str] = {
+    "fit": "train, with the strategy zero_auto known by name (LightningCLI)",
+    "validate": "run the validation loop (LightningCLI)",
+    "test": "run the test loop (LightningCLI)",
+    "predict": "run the prediction loop (LightningCLI)",
+    "report": "print the table of a run's ladder again",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``zeroladder``.
+
+    Args:
+        argv: Arguments after the program's name; those of the process when None.
+
+    Returns:
+        Exit status: 0, or 1 when the command failed, or 2 when the arguments were wrong.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_help(), file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"zeroladder {_version()}")
+        return 0
+    name, *rest = args
+    if name not in _COMMANDS:
+        return _fail(f"unknown command {name!r}; choose from {', '.join(_COMMANDS)}", status=2)
+    run: Callable[[], int] = (
+        (lambda: _report(rest)) if name == "report" else (lambda: _lightning(None if argv is None else args))
+    )
+    try:
+        return run()
+    except SystemExit as stop:  # how argparse and jsonargparse end on --help and on wrong arguments
+        if isinstance(stop.code, str):
+            return _fail(stop.code)
+        return stop.code or 0
+
+
+def _report(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="zeroladder report", description="Print the table of a run's ladder again.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run, or its report.json")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead")
+    options = parser.parse_args(args)
+
+    import json
+
+    from lightning_zeroladder.report.data import read_report, report_to_json
+    from lightning_zeroladder.report.table import print_report
+
+    try:
+        report = read_report(options.run_dir)
+    except (OSError, ValueError) as error:
+        return _fail(str(error))
+    if options.json:
+        print(json.dumps(report_to_json(report), indent=2))
+    else:
+        print_report(report)
+    return 0
+
+
+def _lightning(args: list[str] | None) -> int:
+    # An installed script has its own folder first on the path, not the one where the user's modules are.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.cli import LightningCLI
+
+    import lightning_zeroladder
+
+    # The name zero_auto is registered where the strategy is defined, which the package loads on first use.
+    getattr(lightning_zeroladder, "ZeroAutoStrategy", None)
+    try:
+        LightningCLI(
+            args=args,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_kwargs={"overwrite": True},
+        )
+    except MisconfigurationException as error:
+        return _fail(" ".join(str(error).split()))
+    return 0
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {words}" for name, words in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: zeroladder COMMAND ...",
+            "",
+            "Find the fastest DeepSpeed ZeRO stage that fits, inside the training run.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "options:",
+            "  -h, --help  show this help, or that of a command: zeroladder COMMAND --help",
+            "  --version   show the version",
+        ]
+    )
+
+
+def _version() -> str:
+    try:
+        return version("lightning_zeroladder")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _fail(message: str, *, status: int = 1) -> int:
+    print(f"zeroladder: {message}", file=sys.stderr)
+    return status

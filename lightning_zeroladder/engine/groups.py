@@ -1,0 +1,48 @@
+"""DeepSpeed's process-global pieces: its accelerator, its communication backend and its op table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["replace_backend", "use_cpu_accelerator", "without_compiled_shm_op"]
+
+_SHM_OP = "deepspeed_shm_comm"
+
+
+@contextmanager
+def without_compiled_shm_op() -> Iterator[None]:
+    """Keep DeepSpeed from compiling its shared-memory op when a process group is made on CPU.
+
+    It takes 30 to 40 s and a C++ compiler, and serves inference only; gloo does all that training needs.
+    """
+    import deepspeed.ops
+
+    table: dict[str, Any] = deepspeed.ops.__compatible_ops__
+    before = table.get(_SHM_OP)
+    table[_SHM_OP] = False
+    try:
+        yield
+    finally:
+        if before is None:
+            del table[_SHM_OP]
+        else:
+            table[_SHM_OP] = before
+
+
+def use_cpu_accelerator() -> None:
+    """Make DeepSpeed compute on CPU also on a machine that has GPUs."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())
+
+
+def replace_backend(backend: Any) -> Any:
+    """Make DeepSpeed communicate through ``backend`` from now on and return the one it used before."""
+    import deepspeed.comm.comm as comm
+
+    before, comm.cdb = comm.cdb, backend
+    return before

@@ -1,0 +1,247 @@
+"""Build a DeepSpeed engine, take it down without a trace, and move the training state from one to the next."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_zeroladder.engine.fragments import HeldState, pour, take
+from lightning_zeroladder.engine.module import ModuleLedger, is_partitioned, own_storage, reclaim_weights
+from lightning_zeroladder.engine.shards import live_shards, local_weights
+
+__all__ = ["ClientOptimizer", "EngineSlot", "HeldRun", "born_partitioned", "return_freed_memory"]
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_global_grad_norm", "_step_applied")
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+Builder = Callable[[Optimizer | None], Any]
+"""Calls ``deepspeed.initialize`` with a torch optimizer (None: the config defines it) and returns the engine."""
+
+
+class ClientOptimizer:
+    """The user's torch optimizer with the parameter lists that it was created with.
+
+    DeepSpeed replaces the lists by flat tensors; taking an engine down puts them back.
+
+    Args:
+        optimizer: The torch optimizer.
+        params: The parameters of its one group, where an engine has already replaced them.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: list[Parameter] | None = None) -> None:
+        self.optimizer = optimizer
+        self._params: list[tuple[dict[str, Any], list[Parameter]]] = [
+            (group, list(group["params"] if params is None else params)) for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        """Give the groups their parameters back and drop all state."""
+        for group, params in self._params:
+            group["params"] = list(params)
+        self.optimizer.param_groups[:] = [group for group, _ in self._params]
+        self.optimizer.state.clear()
+
+    @contextmanager
+    def keeping_hyperparameters(self) -> Iterator[None]:
+        """Keep everything in the groups but their parameters as it is now, whatever happens inside."""
+        before = [{key: value for key, value in group.items() if key != "params"} for group, _ in self._params]
+        yield
+        for (group, _), values in zip(self._params, before, strict=True):
+            for key in set(group) - values.keys() - {"params"}:
+                del group[key]
+            group.update(values)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """What outlives an engine: the rank's share of the state, the counters and the loss scaler."""
+
+    state: HeldState
+    counters: dict[str, Any]
+    scaler: dict[str, Any]
+
+
+def _scaler(engine: Any) -> Any:
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _read(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names if getattr(source, name, None) is not None}
+
+
+def _write(target: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if hasattr(target, name):
+            setattr(target, name, value)
+
+
+def return_freed_memory() -> None:
+    """Give memory that nothing refers to back to the device and, on glibc, to the operating system."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # not glibc: nothing to trim
+
+
+@contextmanager
+def _keeping_random_state() -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+class EngineSlot:
+    """Holds the one engine of a run, and replaces it.
+
+    Args:
+        module: The module to train. Keeps its parameters, by identity, through every engine.
+        optimizer: The torch optimizer that steps it. None if the DeepSpeed config defines it, or without training.
+    """
+
+    def __init__(self, module: Module, optimizer: Optimizer | None) -> None:
+        self.module = module
+        self.client = ClientOptimizer(optimizer) if optimizer is not None else None
+        self.engine: Any = None
+        self._ledger: ModuleLedger | None = None
+        self._scaler_state: dict[str, Any] = {}
+
+    def build(self, builder: Builder) -> Any:
+        """Build the first engine of a run.
+
+        Args:
+            builder: Calls ``deepspeed.initialize`` with the module and the given optimizer and returns the engine.
+        """
+        trained = [param for param in self.module.parameters() if param.requires_grad]
+        engine = self._build(builder)
+        if self.client is None and engine.basic_optimizer is not None:
+            self.client = ClientOptimizer(engine.basic_optimizer, trained)
+        self._undo_trial_step()
+        return engine
+
+    def hold(self) -> HeldRun:
+        """Copy the state of the live engine to the host and take the engine down. A collective.
+
+        Drop every other reference to the engine before calling, or some of its memory stays.
+        """
+        state = take(self.engine)
+        self._scaler_state.update(_read(_scaler(self.engine), _SCALER_STATE))
+        held = HeldRun(state, _read(self.engine, _COUNTERS), dict(self._scaler_state))
+        self.take_down()
+        return held
+
+    def resume(self, held: HeldRun, builder: Builder) -> Any:
+        """Build the next engine and pour a held run into it. A collective."""
+        assert self.client is not None
+        with _keeping_random_state(), self.client.keeping_hyperparameters():
+            engine = self._build(builder)
+            pour(held.state, engine)
+        _write(engine, held.counters)
+        _write(_scaler(engine), held.scaler)
+        return engine
+
+    def take_down(self) -> None:
+        """Destroy the live engine and leave plain whole parameters in the module. A collective after stage 3.
+
+        Also cleans up after an engine whose construction failed. Idempotent.
+        """
+        owned = reclaim_weights(self.module)
+        if self.engine is not None:
+            wrapper = self.engine.optimizer
+            self.engine.destroy()
+            self.engine.optimizer = None
+            if wrapper is not None and wrapper is not self.engine.basic_optimizer:
+                _hollow(wrapper)
+        self.engine = None
+        if self.client is not None:
+            self.client.restore()
+        _forget(self.module)
+        if self._ledger is not None:
+            self._ledger.restore()
+            self._ledger = None
+        while owned:
+            param, weights = owned.pop()
+            param.grad = None
+            param.data = own_storage(weights)
+            del weights
+        return_freed_memory()
+
+    def _build(self, builder: Builder) -> Any:
+        if self.engine is not None:
+            raise RuntimeError("An engine is still live; hold() it first.")
+        self._ledger = ModuleLedger(self.module)
+        try:
+            self.engine = builder(self.client.optimizer if self.client is not None else None)
+        finally:
+            self._ledger.note_additions()
+        self._adopt_optimizer()
+        return self.engine
+
+    def _adopt_optimizer(self) -> None:
+        """Put the user's optimizer back where DeepSpeed made a new one of its class (it does for Adagrad).
+
+        The one it makes has the defaults of the class in one group: learning rates and schedules would be lost.
+        """
+        if self.client is None:
+            return
+        wrapper, ours = self.engine.optimizer, self.client.optimizer
+        made = getattr(wrapper, "optimizer", None)
+        if made is None or made is ours or self.engine.basic_optimizer is not ours:
+            return
+        ours.state.clear()
+        ours.state.update(made.state)
+        wrapper.optimizer = ours
+
+    def _undo_trial_step(self) -> None:
+        """Take back the step with zero gradients by which stage 0 in low precision allocates its state.
+
+        It decays the weights and advances the step count; no other stage does it, and stages must not differ.
+        """
+        if type(self.engine.optimizer).__name__ not in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
+            return
+        assert self.client is not None
+        weights = dict(self.engine.module.named_parameters())
+        for shard in live_shards(self.engine):
+            shard.master.copy_(local_weights(weights[shard.name])[0])
+        self.client.optimizer.state.clear()
+
+
+def _hollow(wrapper: Any) -> None:
+    """Empty a destroyed optimizer wrapper, so that whoever still refers to it keeps no tensors alive.
+
+    Lightning's closure of the running batch does, and calls its `zero_grad` when a batch is replayed.
+    """
+    vars(wrapper).clear()
+    wrapper.zero_grad = lambda *_, **__: None
+
+
+def _forget(module: Module) -> None:
+    """Clear what DeepSpeed keeps at module level about a model (each of these would keep the whole engine)."""
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    parts = set(module.modules())
+    stack[:] = [entry for entry in stack if entry not in parts]
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            clear = getattr(cell.cell_contents, "cache_clear", None)
+            if clear is not None:
+                clear()
+
+
+def born_partitioned(module: Module) -> bool:
+    """Whether the module was created with its parameters already divided among ranks."""
+    return any(is_partitioned(param) for param in module.parameters())

@@ -1,0 +1,135 @@
+"""Put a module back as it was before DeepSpeed took it over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+__all__ = ["ModuleLedger", "is_partitioned", "reclaim_weights"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+_LEFTOVERS = frozenset(
+    {"_external_params", "_original_parameters", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"}
+)
+"""Attributes that stage 3 sets on modules, some of them only in the first forward."""
+
+_GATHER_ELEMENTS = 8 << 20
+
+
+def is_partitioned(param: Parameter) -> bool:
+    """Whether stage 3 has divided the parameter among ranks."""
+    return hasattr(param, "ds_tensor")
+
+
+def _is_deepspeeds(name: str, value: Any) -> bool:
+    owner = getattr(value, "__module__", None) or ""
+    return name.startswith("ds_") or name in _LEFTOVERS or (callable(value) and owner.startswith("deepspeed"))
+
+
+def _own_attributes(item: Any) -> set[str]:
+    return {name for name, value in vars(item).items() if not _is_deepspeeds(name, value)}
+
+
+class ModuleLedger:
+    """What a module looked like before an engine was built on it, so that the engine's traces can be taken off.
+
+    Only what DeepSpeed added goes: hooks and attributes that user code sets during training stay.
+
+    Args:
+        module: The module about to be handed to ``deepspeed.initialize``.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._hooks_before = self._hook_ids()
+        self._attributes_before = {id(part): _own_attributes(part) for part in self._parts()}
+        self._hooks_added: list[tuple[dict[int, Any], int]] = []
+        self._attributes_added: dict[int, set[str]] = {}
+
+    def _parts(self) -> Iterator[Module | Parameter]:
+        yield from self._module.modules()
+        yield from self._module.parameters()
+
+    def _hook_ids(self) -> set[tuple[int, int]]:
+        return {(id(hooks), key) for hooks in self._hook_dicts() for key in hooks}
+
+    def _hook_dicts(self) -> Iterator[dict[int, Any]]:
+        for module in self._module.modules():
+            for name in _HOOKS:
+                yield getattr(module, name)
+
+    def note_additions(self) -> None:
+        """Record what the engine added; call right after it is built."""
+        self._hooks_added = [
+            (hooks, key) for hooks in self._hook_dicts() for key in hooks if (id(hooks), key) not in self._hooks_before
+        ]
+        self._attributes_added = {
+            id(part): set(vars(part)) - self._attributes_before.get(id(part), set()) for part in self._parts()
+        }
+
+    def restore(self) -> None:
+        """Take the engine's hooks, containers and attributes off the module and its parameters."""
+        for hooks, key in self._hooks_added:
+            hooks.pop(key, None)
+        for part in self._parts():
+            before = self._attributes_before.get(id(part), set())
+            added = self._attributes_added.get(id(part), set())
+            for name, value in list(vars(part).items()):
+                if name not in before and (name in added or _is_deepspeeds(name, value)):
+                    delattr(part, name)
+        for module in self._module.modules():
+            if type(module._parameters) is not dict:
+                module._parameters = dict(module._parameters)
+
+
+def _batches(params: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    batch: list[Parameter] = []
+    elements = 0
+    for param in params:
+        numel = int(getattr(param, "ds_numel", param.numel()))
+        if batch and elements + numel > _GATHER_ELEMENTS:
+            yield batch
+            batch, elements = [], 0
+        batch.append(param)
+        elements += numel
+    if batch:
+        yield batch
+
+
+def reclaim_weights(module: Module) -> list[tuple[Parameter, Tensor]]:
+    """Return every parameter with whole weights of its own: gathered after stage 3, out of flat buffers after 1 and 2.
+
+    A few parameters are gathered at a time, so the extra memory is the weights themselves plus one batch. The
+    parameters are not changed yet: stage 3 still owns them. A collective where parameters are partitioned.
+    """
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    owned: list[tuple[Parameter, Tensor]] = []
+    partitioned = [param for param in module.parameters() if is_partitioned(param)]
+    for batch in _batches(partitioned):
+        with GatheredParameters(batch), torch.no_grad():
+            owned.extend((param, param.detach().clone()) for param in batch)
+    for param in module.parameters():
+        if not is_partitioned(param):
+            owned.append((param, param.detach()))
+    return owned
+
+
+def own_storage(weights: Tensor) -> Tensor:
+    """Return the tensor itself, or a copy if it is a view into a larger storage."""
+    if weights.untyped_storage().nbytes() > weights.numel() * weights.element_size():
+        return weights.clone()
+    return weights

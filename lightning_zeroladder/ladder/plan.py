@@ -1,0 +1,157 @@
+"""What to do next: try a rung or commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_zeroladder.ladder.bound import cannot_win
+from lightning_zeroladder.ladder.decide import decide
+from lightning_zeroladder.ladder.fitting import candidates, fastest_fitting, ladder_position, usable_bytes
+from lightning_zeroladder.ladder.types import (
+    Decision,
+    LadderSettings,
+    Rung,
+    RungResult,
+    Skip,
+    SkipKind,
+    TrialResult,
+    Verdict,
+)
+from lightning_zeroladder.ladder.validate import check_memory_limit
+from lightning_zeroladder.ladder.words import failure_words, gib, percent, skip_words
+
+__all__ = ["Commit", "TryRung", "ended_early", "next_action", "single_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class TryRung:
+    """Run a trial of ``rung``."""
+
+    rung: Rung
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Settle on ``decision.rung``."""
+
+    decision: Decision
+
+
+def next_action(
+    settings: LadderSettings, trials: Sequence[TrialResult], floors: Mapping[int, int], world_size: int
+) -> tuple[tuple[TrialResult, ...], TryRung | Commit]:
+    """Walk the ladder from the lowest stage to the first that is worth trying.
+
+    Args:
+        settings: What the user asked for.
+        trials: What is known so far; a stage with any entry is dealt with.
+        floors: Bytes per rank that each stage certainly needs; a stage that is missing is taken to need nothing.
+        world_size: Data-parallel ranks N.
+
+    Returns:
+        The trials extended by the rungs skipped on the way, and the rung to try or the decision to commit to.
+
+    Raises:
+        NothingFits: If every rung is dealt with and none ran.
+    """
+    check_memory_limit(settings)
+    known = tuple(trials)
+    for stage in _untried(settings, known):
+        skip = _skip(stage, settings, known, floors, world_size)
+        if skip is None:
+            return known, TryRung(Rung(stage))
+        known = (*known, TrialResult(Rung(stage), skip=skip))
+    return known, Commit(decide(known, settings))
+
+
+def single_device(settings: LadderSettings, floors: Mapping[int, int]) -> Decision:
+    """Commit to the lowest stage without a trial: with one device every stage holds the whole state.
+
+    ``fits`` says whether the certain lower bound ``floors[stage]`` keeps the headroom. The committed entry carries no
+    measurement, failure or skip.
+    """
+    check_memory_limit(settings)
+    rung, *others = (Rung(stage) for stage in sorted(settings.stages))
+    floor = floors.get(rung.stage, 0)
+    fits = floor <= usable_bytes(settings)
+    reason = "one device: nothing to shard"
+    if not fits:
+        reason += f"; model states alone need {gib(floor)} of {gib(settings.memory_limit_bytes)}"
+        reason += f", {percent(settings.headroom)} wanted free"
+    skip = Skip(SkipKind.CANNOT_WIN, best_case_gain=0.0, rival=rung)
+    rows = [RungResult(TrialResult(rung), Verdict.COMMITTED, "committed")]
+    words = "one device: nothing to shard, not tried"
+    rows += [RungResult(TrialResult(other, skip=skip), Verdict.SKIPPED, words) for other in others]
+    return Decision(rung, fits, reason, tuple(rows))
+
+
+def ended_early(settings: LadderSettings, trials: Sequence[TrialResult], current: Rung | None) -> Decision:
+    """Decide from what is known when the run ends before the ladder does.
+
+    Args:
+        settings: What the user asked for.
+        trials: What is known, a cut-off trial of ``current`` included if it was measured.
+        current: The rung that was running, if any.
+
+    Returns:
+        The decision among the measured rungs. If none was measured: ``current``, or else the lowest untried rung, with
+        ``fits=False`` because nothing is known.
+
+    Raises:
+        NothingFits: If every rung was dealt with and none ran.
+    """
+    check_memory_limit(settings)
+    ended = Skip(SkipKind.RUN_ENDED)
+    known = list(trials)
+    if current is not None and all(trial.rung != current for trial in known):
+        known.append(TrialResult(current, skip=ended))
+    known += [TrialResult(Rung(stage), skip=ended) for stage in _untried(settings, known)]
+    known.sort(key=lambda trial: ladder_position(trial.rung))
+    untried = [trial.rung for trial in known if trial.skip == ended]
+    if untried and not candidates(known):
+        return _unmeasured(current if current in untried else untried[0], known, settings)
+    decision = decide(known, settings)
+    if not untried:
+        return decision
+    names = ", ".join(rung.label for rung in untried)
+    return replace(decision, reason=f"{decision.reason} The run ended before a trial of {names} was measured.")
+
+
+def _untried(settings: LadderSettings, trials: Sequence[TrialResult]) -> list[int]:
+    dealt_with = {trial.rung.stage for trial in trials}
+    return [stage for stage in sorted(settings.stages) if stage not in dealt_with]
+
+
+def _skip(
+    stage: int,
+    settings: LadderSettings,
+    trials: Sequence[TrialResult],
+    floors: Mapping[int, int],
+    world_size: int,
+) -> Skip | None:
+    floor = floors.get(stage, 0)
+    if floor > settings.memory_limit_bytes:
+        return Skip(SkipKind.CANNOT_FIT, needed_bytes=floor)
+    if settings.exhaustive:
+        return None
+    gain = cannot_win(stage, trials, settings, world_size)
+    if gain is None:
+        return None
+    best = fastest_fitting(trials, settings)
+    return Skip(SkipKind.CANNOT_WIN, best_case_gain=gain, rival=best.rung if best else None)
+
+
+def _unmeasured(rung: Rung, known: Sequence[TrialResult], settings: LadderSettings) -> Decision:
+    rows = tuple(_unmeasured_row(trial, rung, settings) for trial in known)
+    reason = f"The run ended before any rung was measured; {rung.label} is where it stood."
+    return Decision(rung, False, reason, rows)
+
+
+def _unmeasured_row(trial: TrialResult, rung: Rung, settings: LadderSettings) -> RungResult:
+    if trial.rung == rung:
+        return RungResult(trial, Verdict.COMMITTED, "committed")
+    if trial.failure is not None:
+        return RungResult(trial, Verdict.FAILED, failure_words(trial.failure))
+    assert trial.skip is not None
+    return RungResult(trial, Verdict.SKIPPED, skip_words(trial.skip, settings, None))

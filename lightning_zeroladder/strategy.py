@@ -1,0 +1,575 @@
+"""ZeroAutoStrategy: DeepSpeed under Lightning with the ZeRO stage found during the run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroladder.callbacks import LadderCallback
+from lightning_zeroladder.config import check_config, reconcile_accumulation, rung_config
+from lightning_zeroladder.engine import groups
+from lightning_zeroladder.engine.boundary import at_boundary
+from lightning_zeroladder.engine.fragments import DamagedState, UnmovableState
+from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
+from lightning_zeroladder.engine.model_count import count_parameters, meta_count
+from lightning_zeroladder.engine.optimizer_probe import OptimizerState, probe_optimizer
+from lightning_zeroladder.costmodel import ModelCount, state_bytes
+from lightning_zeroladder.ladder import LadderSettings, Rung, check_settings, normalize_stages
+from lightning_zeroladder.ladder.types import ZERO_STAGES
+from lightning_zeroladder.probe.clock import Phase
+from lightning_zeroladder.probe.memory import default_memory_limit, resident_bytes
+from lightning_zeroladder.report.data import Move, RunReport, read_report
+from lightning_zeroladder.requirements_check import (
+    check_accelerator,
+    check_optimizer,
+    check_trainer,
+    shardable_stages,
+    warn_of_pytorch_lightning,
+)
+if TYPE_CHECKING:
+    import deepspeed
+
+__all__ = ["ZeroAutoStrategy"]
+
+_LOW_PRECISION_BYTES = 2
+_LEFTOVER_WORTH_SAYING = 0.01
+"""Share of the memory limit."""
+
+_PHASE_WORDS = {
+    Phase.DATA: "data",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.OPTIMIZER: "optimizer step",
+    Phase.OUTSIDE: "forward",
+}
+
+_ADAM_BYTES = 8
+"""Optimizer state per parameter assumed before the optimizer is known; used to choose where to create the model."""
+
+
+class ZeroAutoStrategy(DeepSpeedStrategy):
+    """Finds the fastest ZeRO stage that fits in the first steps of the run, and trains on at it.
+
+    Every step is a real training step: the live state moves from stage to stage between optimizer steps.
+
+    Args:
+        stages: ZeRO stages to try, out of 0, 1, 2, 3. One stage: train at it without a trial.
+        steps_per_rung: Largest number of optimizer steps of a trial.
+        warmup_steps: Steps at the start of each trial that are not counted.
+        headroom: Share of the memory limit that has to stay free, 0 to 1.
+        memory_limit_bytes: Memory per rank. Default: the device's; on CPU the host's available memory divided by the
+            ranks on it.
+        tokens_per_batch: Called with a batch, returns how many tokens it holds. Default: read off the batch.
+        run_dir: Where the journal and report go. Default: ``<default_root_dir>/zero_ladder``.
+        exhaustive: Try every stage to its full number of steps.
+        decision: ``report.json`` (or its folder) of an earlier run: start at the stage decided there.
+        **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
+
+    Raises:
+        MisconfigurationException: For settings that cannot work, before anything is built.
+    """
+
+    strategy_name = "zero_auto"
+
+    def __init__(
+        self,
+        *,
+        stages: Sequence[int] = ZERO_STAGES,
+        steps_per_rung: int = 200,
+        warmup_steps: int = 20,
+        headroom: float = 0.10,
+        memory_limit_bytes: int | None = None,
+        tokens_per_batch: Callable[[Any], int] | None = None,
+        run_dir: str | Path | None = None,
+        exhaustive: bool = False,
+        decision: str | Path | None = None,
+        **deepspeed: Any,
+    ) -> None:
+        warn_of_pytorch_lightning()
+        if "stage" in deepspeed:
+            raise MisconfigurationException(
+                f"ZeroAutoStrategy(stage={deepspeed['stage']}) has no meaning: the ladder chooses the stage. "
+                f"Pass stages=({deepspeed['stage']},) to fix it, or strategy='deepspeed_stage_{deepspeed['stage']}'."
+            )
+        self.settings = _settings(stages, steps_per_rung, warmup_steps, headroom, memory_limit_bytes, exhaustive)
+        self.rung: Rung | None = None
+        self._decided = _read_decision(decision) if decision is not None else None
+        self._tokens_per_batch = tokens_per_batch
+        self._run_dir = Path(run_dir) if run_dir is not None else None
+        self._slot: EngineSlot | None = None
+        self._held: HeldRun | None = None
+        self._ladder: LadderCallback | None = None
+        self._window: list[Callable[[], Any]] = []
+        self._moves: list[Move] = []
+        self._base_memory_bytes = 0
+        self._sharded_at_birth = False
+        super().__init__(**deepspeed)
+        assert self.config is not None
+        self._given_config = self.config
+        if deepspeed.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
+            check_config(self._given_config, self.settings.stages)
+
+    # Before the model exists ------------------------------------------------------------------------------------
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        if self._slot is not None:
+            self._slot.take_down()
+            self._slot = None
+        super().connect(model)
+        self.config = copy.deepcopy(self._given_config)
+        self._config_initialized = False
+        self.rung = None
+        self._window.clear()
+        self._moves.clear()
+        self._held = None
+
+    @override
+    def setup_environment(self) -> None:
+        check_accelerator(self.accelerator)
+        trainer = self._trainer
+        if self.root_device.type == "cpu":
+            groups.use_cpu_accelerator()
+        # DeepSpeedStrategy's own version does one thing more than its parent's: it refuses everything but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+        self._resolve_memory_limit()
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_trainer(trainer)
+            self._join_ladder(trainer)
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        with groups.without_compiled_shm_op():
+            self._init_deepspeed_distributed()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        self._sharded_at_birth = self._must_be_born_sharded()
+        self._configure_rung(Rung(3 if self._sharded_at_birth else self.settings.stages[0]))
+        enabled = self._sharded_at_birth
+        if not enabled:
+            yield
+            return
+        try:
+            with super().model_sharded_context():
+                yield
+        except RuntimeError as error:
+            if "size mismatch" not in str(error) and "shape" not in str(error):
+                raise
+            raise MisconfigurationException(
+                "configure_model() loaded weights into a model that is being created in shards, because it does not "
+                "fit whole on one device: its parameters are empty until they are gathered. Create the model from its "
+                "config there and load the weights afterwards, or call from_pretrained() under "
+                f"transformers' HfDeepSpeedConfig. The error was: {error}"
+            ) from error
+
+    # Building engines -------------------------------------------------------------------------------------------
+
+    @override
+    def _initialize_deepspeed_train(self, model: Module) -> None:
+        assert isinstance(self.config, dict)
+        optimizer, scheduler = None, None
+        if "optimizer" not in self.config:
+            optimizer, scheduler = self._init_optimizers()
+        self._slot = EngineSlot(model, optimizer)
+        state = probe_optimizer(optimizer) if optimizer is not None else None
+        if optimizer is not None:
+            check_optimizer(optimizer, state, self.settings.stages)
+        self._base_memory_bytes = self._memory_in_use()
+        rung = self._first_rung(self._floors(count_parameters(model), state))
+        if born_partitioned(model) and rung.stage != 3:
+            self._slot.take_down()
+        self._build_first(rung)
+        self._adopt_scheduler(scheduler)
+
+    def _build_first(self, rung: Rung) -> None:
+        assert self._slot is not None
+        while True:
+            try:
+                self._install(self._slot.build(self._builder(rung)), rung)
+                return
+            except Exception as error:
+                rung = self._after_failed_construction(rung, error)
+
+    @override
+    def _initialize_deepspeed_inference(self, model: Module) -> None:
+        rung = Rung(3 if born_partitioned(model) else 0)
+        self._configure_rung(rung)
+        self._slot = EngineSlot(model, None)
+        self.model = self._slot.build(lambda _: self._inference_engine(model))
+        self.rung = rung
+
+    def _inference_engine(self, model: Module) -> deepspeed.DeepSpeedEngine:
+        import deepspeed
+
+        assert isinstance(self.config, dict)
+        config = {key: self.config[key] for key in ("fp16", "bf16") if key in self.config}
+        config["train_micro_batch_size_per_gpu"] = 1
+        if self.zero_stage_3:
+            config["zero_optimization"] = self.config["zero_optimization"]
+            config["zero_allow_untested_optimizer"] = True
+        engine, *_ = deepspeed.initialize(
+            config=config, model=model, model_parameters=[], dist_init_required=False
+        )
+        return engine
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[deepspeed.DeepSpeedEngine, Optimizer]:
+        import deepspeed
+
+        engine, wrapped, *_ = deepspeed.initialize(
+            config=self.config,
+            model=model,
+            model_parameters=[param for param in model.parameters() if param.requires_grad],
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+        )
+        return engine, wrapped
+
+    def _builder(self, rung: Rung) -> Callable[[Optimizer | None], Any]:
+        def build(optimizer: Optimizer | None) -> Any:
+            assert self._slot is not None
+            self._configure_rung(rung)
+            if optimizer is not None and isinstance(self.config, dict):
+                self.config.pop("optimizer", None)
+                self.config.pop("scheduler", None)
+            engine, _ = self._setup_model_and_optimizer(self._slot.module, optimizer)
+            self._set_deepspeed_activation_checkpointing()
+            return engine
+
+        return build
+
+    def _install(self, engine: Any, rung: Rung) -> None:
+        self.model = engine
+        self.optimizers = [engine.optimizer]
+        self.rung = rung
+        if self._ladder is not None:
+            self._ladder.on_rung_entered(rung)
+
+    # Moving and recovering --------------------------------------------------------------------------------------
+
+    def move_to(self, rung: Rung) -> None:
+        """Take the training state to another rung. A collective, between optimizer steps.
+
+        Raises:
+            DamagedState: If the state after the move is not the one before it, bit for bit.
+            NothingFits: If the rung, and every other one, cannot be built.
+        """
+        assert self._slot is not None
+        started_s, origin = time.perf_counter(), self.rung
+        self._release_engine()
+        held = self._slot.hold()
+        leftover_bytes = self._memory_not_returned(held)
+        self._resume(held, rung)
+        assert origin is not None
+        assert self.rung is not None
+        self._moves.append(
+            Move(
+                from_stage=origin.stage,
+                to_stage=self.rung.stage,
+                at_step=int(self._slot.engine.global_steps),
+                seconds=time.perf_counter() - started_s,
+                memory_not_returned_bytes=leftover_bytes,
+            )
+        )
+
+    def _resume(self, held: HeldRun, rung: Rung) -> None:
+        assert self._slot is not None
+        self._held = held
+        while True:
+            try:
+                self._install(self._slot.resume(held, self._builder(rung)), rung)
+                return
+            except (DamagedState, UnmovableState):
+                raise
+            except Exception as error:
+                rung = self._after_failed_construction(rung, error)
+
+    def _after_failed_construction(self, rung: Rung, error: Exception) -> Rung:
+        """Return the next rung to build, or raise the error where there is no ladder to climb."""
+        if self._ladder is None or self._slot is None:
+            raise error
+        following = self._ladder.on_rung_failed(rung, "construction", error)
+        _drop_frames(error)
+        self._release_engine()
+        self._slot.take_down()
+        return following
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._ladder is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._window.append(closure)
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        except torch.OutOfMemoryError as error:
+            result = self._climb_and_replay(error, model, **kwargs)
+        if at_boundary(self.deepspeed_engine):
+            self._window.clear()
+            self._held = None
+        return result
+
+    def _climb_and_replay(self, error: torch.OutOfMemoryError, model: Any, **kwargs: Any) -> Any:
+        """Leave a rung on which every rank ran out of memory and repeat the open micro-batches on the next one."""
+        assert self._ladder is not None
+        assert self._slot is not None
+        assert self.rung is not None
+        phase = self._ladder.phase
+        if phase is Phase.OPTIMIZER and self._held is None:
+            raise error  # the step may be half done and no copy of the state before it exists
+        held = self._held if phase is Phase.OPTIMIZER else None
+        following = self._ladder.on_rung_failed(self.rung, _PHASE_WORDS[phase], error)
+        _drop_frames(error)
+        self._release_engine()
+        if held is None:
+            held = self._slot.hold()
+        else:
+            self._slot.take_down()
+        self._resume(held, following)
+        result = None
+        for closure in self._window:
+            result = super().optimizer_step(self.optimizers[0], closure, model, **kwargs)
+        return result
+
+    def note_batch_size(self, samples: int | None) -> None:
+        """Take the micro-batch size from the first batch where the dataloader did not tell it."""
+        if samples is None or self._base_config.get("train_micro_batch_size_per_gpu", 1) != 1:
+            return
+        self._base_config["train_micro_batch_size_per_gpu"] = samples
+        self.deepspeed_engine.set_train_micro_batch_size(samples)
+
+    def end_ladder(self) -> None:
+        """Stop watching: from here a step is what it is under a fixed stage."""
+        self._ladder = None
+        self._window.clear()
+        self._held = None
+
+    def _release_engine(self) -> None:
+        """Drop the references to the engine that Lightning holds through this strategy."""
+        self.model = self.lightning_module
+        self.optimizers = []
+
+    # What the ladder needs to know ------------------------------------------------------------------------------
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Moves of this run so far."""
+        return tuple(self._moves)
+
+    def rung_config(self, rung: Rung) -> dict[str, Any]:
+        """Return the DeepSpeed config of a rung as the run uses it."""
+        assert self.lightning_module is not None
+        manual = not self.lightning_module.automatic_optimization
+        return rung_config(self._base_config, rung, manual_optimization=manual)
+
+    def _configure_rung(self, rung: Rung) -> None:
+        self._init_config_if_needed()
+        self.config = self.rung_config(rung)
+
+    @override
+    def _format_config(self) -> None:
+        if self.lightning_module is not None:
+            assert isinstance(self.config, dict)
+            reconcile_accumulation(self.config, self.lightning_module.trainer.accumulate_grad_batches)
+        super()._format_config()
+        self._base_config = copy.deepcopy(self.config)
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        # DeepSpeed uses the micro-batch size for its log and its sample count only. A loader without a batch sampler
+        # (iterable datasets) does not tell; the ladder sets it from the first batch.
+        try:
+            return int(super()._auto_select_batch_size())
+        except (AttributeError, TypeError):
+            return 1
+
+    def _join_ladder(self, trainer: pl.Trainer) -> None:
+        """Put the callback that drives the ladder among the Trainer's callbacks, unless there is nothing to find."""
+        self.settings = replace(self.settings, stages=shardable_stages(trainer, self.settings.stages))
+        if self._decided is not None or len(self.settings.stages) == 1:
+            self._ladder = None
+            return
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, LadderCallback)]
+        self._ladder = LadderCallback(
+            self.settings, tokens_per_batch=self._tokens_per_batch, run_dir=self._run_dir, trainer=trainer
+        )
+        # First, so that a move is over before any other callback sees the batch.
+        callbacks.insert(0, self._ladder)
+
+    def _first_rung(self, floors: Mapping[int, int]) -> Rung:
+        if self._ladder is not None:
+            return self._ladder.first_rung(floors, self.world_size)
+        if self._decided is not None:
+            return self._decided_rung(self._decided)
+        return Rung(self.settings.stages[0])
+
+    def _decided_rung(self, report: RunReport) -> Rung:
+        rung = report.decision.rung
+        if report.context.world_size != self.world_size:
+            rank_zero_warn(
+                f"The decision for {rung.label} was taken on {report.context.world_size} ranks, this run has "
+                f"{self.world_size}: another stage may be faster. Leave `decision` out to measure again."
+            )
+        rank_zero_info(f"zero_auto: starting at {rung.label}, decided in an earlier run.")
+        return rung
+
+    def _floors(self, count: ModelCount, state: OptimizerState | None) -> dict[int, int]:
+        """Return the bytes per rank that each stage certainly needs."""
+        low_precision = self.precision_plugin.precision != "32-true"
+        moments = state.bytes_per_parameter if state is not None else 0
+        return {
+            stage: state_bytes(
+                stage,
+                count,
+                world_size=self.world_size,
+                weight_bytes=_LOW_PRECISION_BYTES if low_precision else 4,
+                optimizer_bytes=moments + (4 if low_precision else 0),
+            )
+            for stage in self.settings.stages
+        }
+
+    def _must_be_born_sharded(self) -> bool:
+        """Whether only stage 3 can hold the model, so that ``configure_model`` has to create it in shards."""
+        assert self.lightning_module is not None
+        if 3 not in self.settings.stages or self.world_size == 1:
+            return False
+        if self.settings.stages == (3,) or (self._decided is not None and self._decided.decision.rung.stage == 3):
+            return True
+        count = meta_count(self.lightning_module)
+        if count is None:
+            return False
+        assumed = OptimizerState((), (), _ADAM_BYTES)
+        limit = self.settings.memory_limit_bytes
+        floors = self._floors(count, assumed)
+        return all(floor > limit for stage, floor in floors.items() if stage != 3)
+
+    def _resolve_memory_limit(self) -> None:
+        if self.settings.memory_limit_bytes == 0:
+            limit = default_memory_limit(self.root_device, self.num_processes)
+            self.settings = replace(self.settings, memory_limit_bytes=limit)
+
+    def _memory_in_use(self) -> int:
+        return_freed_memory()
+        if self.root_device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self.root_device))
+        return resident_bytes()
+
+    def _memory_not_returned(self, held: HeldRun) -> int:
+        """Return what is still in use after an engine was taken down, beyond the base and the held state, in bytes."""
+        on_device = 0 if self.root_device.type == "cuda" else held.state.nbytes
+        leftover = self._memory_in_use() - on_device - self._base_memory_bytes
+        if not self._moves and self.root_device.type != "cuda":
+            # The first engine leaves libraries and thread pools in the process; they are the base of later moves.
+            self._base_memory_bytes += max(0, leftover)
+            leftover = 0
+        if leftover > _LEFTOVER_WORTH_SAYING * self.settings.memory_limit_bytes:
+            rank_zero_warn(f"{leftover / 2**20:.0f} MiB were not returned when leaving {self.rung and self.rung.label}.")
+        return max(0, leftover)
+
+    @override
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        assert self.lightning_module is not None
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        if len(optimizers) != 1 or len(schedulers) > 1:
+            raise MisconfigurationException(
+                f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; DeepSpeed "
+                "takes one optimizer and at most one scheduler. Put parameters that need other settings in groups of "
+                "one optimizer, or use strategy='ddp'."
+            )
+        return optimizers[0], schedulers[0] if schedulers else None
+
+    def _adopt_scheduler(self, scheduler: LRSchedulerConfig | None) -> None:
+        """Let Lightning step the scheduler, the user's or the one that the DeepSpeed config defines."""
+        assert self._slot is not None
+        from_config = self._slot.engine.lr_scheduler
+        self._slot.engine.lr_scheduler = None
+        if scheduler is not None:
+            self.lr_scheduler_configs = [scheduler]
+        elif from_config is not None:
+            self.lr_scheduler_configs = [LRSchedulerConfig(from_config, interval="step")]
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(
+                cls.strategy_name, cls, description="DeepSpeed with the ZeRO stage found during the run"
+            )
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Let go of the frames of a handled error: they hold activations and the engine."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__context__
+
+
+def _settings(
+    stages: Sequence[int],
+    steps_per_rung: int,
+    warmup_steps: int,
+    headroom: float,
+    memory_limit_bytes: int | None,
+    exhaustive: bool,
+) -> LadderSettings:
+    try:
+        settings = LadderSettings(
+            stages=normalize_stages(stages),
+            steps_per_rung=steps_per_rung,
+            warmup_steps=warmup_steps,
+            headroom=headroom,
+            memory_limit_bytes=1 if memory_limit_bytes is None else memory_limit_bytes,
+            exhaustive=exhaustive,
+        )
+        check_settings(settings)
+    except ValueError as error:
+        raise MisconfigurationException(f"ZeroAutoStrategy: {error}") from error
+    return replace(settings, memory_limit_bytes=memory_limit_bytes or 0)
+
+
+def _read_decision(path: str | Path) -> RunReport:
+    try:
+        return read_report(Path(path))
+    except (ValueError, FileNotFoundError) as error:
+        raise MisconfigurationException(f"ZeroAutoStrategy(decision='{path}'): {error}") from error
