@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_zeroladder.engine.boundary import at_boundary
 from lightning_zeroladder.engine.fragments import HeldState, pour, take
 from lightning_zeroladder.engine.module import ModuleLedger, is_partitioned, own_storage, reclaim_weights
 from lightning_zeroladder.engine.shards import live_shards, local_weights
@@ -162,7 +163,9 @@ class EngineSlot:
             wrapper = self.engine.optimizer
             self.engine.destroy()
             self.engine.optimizer = None
-            if wrapper is not None and wrapper is not self.engine.basic_optimizer:
+            if wrapper is not None and wrapper is self.engine.basic_optimizer:
+                vars(wrapper).pop("zero_grad", None)
+            elif wrapper is not None:
                 _hollow(wrapper)
         self.engine = None
         if self.client is not None:
@@ -187,7 +190,26 @@ class EngineSlot:
         finally:
             self._ledger.note_additions()
         self._adopt_optimizer()
+        self._keep_open_windows()
         return self.engine
+
+    def _keep_open_windows(self) -> None:
+        """Ignore a request to zero gradients in the middle of an accumulation window.
+
+        Lightning makes one at the first batch of each epoch. Where the accumulation does not divide the epoch, stages
+        0 and 1 would drop the gradients of the last batches while 2 and 3 keep them; DeepSpeed itself zeroes them
+        after every step.
+        """
+        engine, wrapper = self.engine, self.engine.optimizer
+        if wrapper is None or not engine.managed_gradient_accumulation():
+            return
+        zero_grad = wrapper.zero_grad
+
+        def zero_grad_between_windows(*args: Any, **kwargs: Any) -> None:
+            if engine._running_engine_step or at_boundary(engine):
+                zero_grad(*args, **kwargs)
+
+        wrapper.zero_grad = zero_grad_between_windows
 
     def _adopt_optimizer(self) -> None:
         """Put the user's optimizer back where DeepSpeed made a new one of its class (it does for Adagrad).
