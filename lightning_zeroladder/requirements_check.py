@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.enums import LightningEnum
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -16,8 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zeroladder.engine.optimizer_probe import OptimizerState
@@ -66,8 +65,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         MisconfigurationException: For clipping by value and for callbacks that cannot work.
     """
-    algorithm: LightningEnum | None = trainer.gradient_clip_algorithm
-    if algorithm is not None and algorithm.value == "value" and trainer.gradient_clip_val:
+    algorithm = trainer.gradient_clip_algorithm
+    if trainer.gradient_clip_val and algorithm is not None and algorithm.value == "value":
         raise MisconfigurationException(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}, gradient_clip_algorithm='value'): DeepSpeed "
             "clips by norm only. Pass gradient_clip_algorithm='norm'."
@@ -90,7 +89,9 @@ def shardable_stages(trainer: pl.Trainer, stages: Sequence[int]) -> tuple[int, .
     name = type(averaging[0]).__name__
     left = tuple(stage for stage in stages if stage != 3)
     if not left:
-        raise MisconfigurationException(f"{name} reads whole weights, which stage 3 shards, and stages={tuple(stages)}.")
+        raise MisconfigurationException(
+            f"{name} reads whole weights, which stage 3 shards, and stages={tuple(stages)}."
+        )
     rank_zero_warn(f"{name} reads whole weights, which stage 3 shards: the ladder tries stages {left} only.")
     return left
 

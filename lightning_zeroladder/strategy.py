@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroladder.callbacks import LadderCallback
 from lightning_zeroladder.config import check_config, reconcile_accumulation, rung_config
+from lightning_zeroladder.costmodel import ModelCount, state_bytes
 from lightning_zeroladder.engine import groups
 from lightning_zeroladder.engine.boundary import at_boundary
 from lightning_zeroladder.engine.fragments import DamagedState, UnmovableState
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
 from lightning_zeroladder.engine.model_count import count_parameters, meta_count
 from lightning_zeroladder.engine.optimizer_probe import OptimizerState, probe_optimizer
-from lightning_zeroladder.costmodel import ModelCount, state_bytes
 from lightning_zeroladder.ladder import LadderSettings, Rung, check_settings, normalize_stages
 from lightning_zeroladder.ladder.types import ZERO_STAGES
 from lightning_zeroladder.probe.clock import Phase
@@ -45,6 +45,7 @@ from lightning_zeroladder.requirements_check import (
     shardable_stages,
     warn_of_pytorch_lightning,
 )
+
 if TYPE_CHECKING:
     import deepspeed
 
@@ -70,22 +71,6 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     """Finds the fastest ZeRO stage that fits in the first steps of the run, and trains on at it.
 
     Every step is a real training step: the live state moves from stage to stage between optimizer steps.
-
-    Args:
-        stages: ZeRO stages to try, out of 0, 1, 2, 3. One stage: train at it without a trial.
-        steps_per_rung: Largest number of optimizer steps of a trial.
-        warmup_steps: Steps at the start of each trial that are not counted.
-        headroom: Share of the memory limit that has to stay free, 0 to 1.
-        memory_limit_bytes: Memory per rank. Default: the device's; on CPU the host's available memory divided by the
-            ranks on it.
-        tokens_per_batch: Called with a batch, returns how many tokens it holds. Default: read off the batch.
-        run_dir: Where the journal and report go. Default: ``<default_root_dir>/zero_ladder``.
-        exhaustive: Try every stage to its full number of steps.
-        decision: ``report.json`` (or its folder) of an earlier run: start at the stage decided there.
-        **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
-
-    Raises:
-        MisconfigurationException: For settings that cannot work, before anything is built.
     """
 
     strategy_name = "zero_auto"
@@ -104,6 +89,24 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         decision: str | Path | None = None,
         **deepspeed: Any,
     ) -> None:
+        """Take the settings; nothing is built yet.
+
+        Args:
+            stages: ZeRO stages to try, out of 0, 1, 2, 3. One stage: train at it without a trial.
+            steps_per_rung: Largest number of optimizer steps of a trial.
+            warmup_steps: Steps at the start of each trial that are not counted.
+            headroom: Share of the memory limit that has to stay free, 0 to 1.
+            memory_limit_bytes: Memory per rank. Default: the device's; on CPU the host's available memory divided by
+                the ranks on it.
+            tokens_per_batch: Called with a batch, returns how many tokens it holds. Default: read off the batch.
+            run_dir: Where the journal and report go. Default: ``<default_root_dir>/zero_ladder``.
+            exhaustive: Try every stage to its full number of steps.
+            decision: ``report.json`` (or its folder) of an earlier run: start at the stage decided there.
+            **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
+
+        Raises:
+            MisconfigurationException: For settings that cannot work, before anything is built.
+        """
         warn_of_pytorch_lightning()
         if "stage" in deepspeed:
             raise MisconfigurationException(
@@ -122,7 +125,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._moves: list[Move] = []
         self._base_memory_bytes = 0
         self._sharded_at_birth = False
-        super().__init__(**deepspeed)
+        self._base_config: dict[str, Any] = {}
+        # Named here, `stage` is no argument that a command line or YAML file offers.
+        super().__init__(stage=self.settings.stages[0], **deepspeed)
         assert self.config is not None
         self._given_config = self.config
         if deepspeed.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
@@ -228,14 +233,12 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         import deepspeed
 
         assert isinstance(self.config, dict)
-        config = {key: self.config[key] for key in ("fp16", "bf16") if key in self.config}
+        config: dict[str, Any] = {key: self.config[key] for key in ("fp16", "bf16") if key in self.config}
         config["train_micro_batch_size_per_gpu"] = 1
         if self.zero_stage_3:
             config["zero_optimization"] = self.config["zero_optimization"]
             config["zero_allow_untested_optimizer"] = True
-        engine, *_ = deepspeed.initialize(
-            config=config, model=model, model_parameters=[], dist_init_required=False
-        )
+        engine, *_ = deepspeed.initialize(config=config, model=model, model_parameters=[], dist_init_required=False)
         return engine
 
     @override
@@ -406,7 +409,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             assert isinstance(self.config, dict)
             reconcile_accumulation(self.config, self.lightning_module.trainer.accumulate_grad_batches)
         super()._format_config()
-        self._base_config = copy.deepcopy(self.config)
+        self._base_config = copy.deepcopy(self.config or {})
 
     @override
     def _auto_select_batch_size(self) -> int:
@@ -498,7 +501,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             self._base_memory_bytes += max(0, leftover)
             leftover = 0
         if leftover > _LEFTOVER_WORTH_SAYING * self.settings.memory_limit_bytes:
-            rank_zero_warn(f"{leftover / 2**20:.0f} MiB were not returned when leaving {self.rung and self.rung.label}.")
+            label = self.rung.label if self.rung is not None else "a rung"
+            rank_zero_warn(f"zero_auto: {leftover / 2**20:.0f} MiB of memory were not returned on leaving {label}.")
         return max(0, leftover)
 
     @override
@@ -507,9 +511,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
         if len(optimizers) != 1 or len(schedulers) > 1:
             raise MisconfigurationException(
-                f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; DeepSpeed "
-                "takes one optimizer and at most one scheduler. Put parameters that need other settings in groups of "
-                "one optimizer, or use strategy='ddp'."
+                f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; "
+                "DeepSpeed takes one optimizer and at most one scheduler. Put parameters that need other settings in "
+                "groups of one optimizer, or use strategy='ddp'."
             )
         return optimizers[0], schedulers[0] if schedulers else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,8 +83,9 @@ def _lightning(args: list[str] | None) -> int:
 
     import lightning_zeroladder
 
-    # The name zero_auto is registered where the strategy is defined, which the package loads on first use.
-    getattr(lightning_zeroladder, "ZeroAutoStrategy", None)
+    lightning_zeroladder.register()
+    # DeepSpeed calls collectives by names that torch is phasing out, and torch says so at each of them.
+    warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated.*", FutureWarning)
     try:
         LightningCLI(
             args=args,

@@ -104,13 +104,10 @@ def _copy_scalar(value: Any) -> Any:
 def _checksum_entries(engine: Any) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (``name/key``, checksum of what this rank holds, whether every rank holds it all)."""
     replicated = is_replicated(engine)
-    same_tensor: set[str] = set()
     for shard in live_shards(engine):
         views, _ = _split_state(shard, engine.basic_optimizer)
         for key, view in views.items():
             yield f"{shard.name}/{key}", checksum(view, shard.start), replicated
-        if shard.owner.dtype == torch.float32 and shard.master.numel():
-            same_tensor.add(shard.name)
     for name, param in engine.module.named_parameters():
         weights, start, whole = local_weights(param)
         yield f"{name}/weights", checksum(weights, start), whole
@@ -131,9 +128,9 @@ def global_checksums(engine: Any) -> dict[str, int]:
     local = torch.stack([value for _, value, _ in entries])
     if dist.get_world_size() == 1:
         return dict(zip([name for name, _, _ in entries], local.tolist(), strict=True))
-    gathered = torch.empty(dist.get_world_size() * local.numel(), dtype=torch.int64, device=local.device)
-    dist.all_gather_into_tensor(gathered, local)
-    by_rank = gathered.view(dist.get_world_size(), -1)
+    of_rank = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_rank, local)
+    by_rank = torch.stack(of_rank)
     sums = by_rank.sum(dim=0).tolist()
     lowest, highest = by_rank.amin(dim=0).tolist(), by_rank.amax(dim=0).tolist()
     result: dict[str, int] = {}
@@ -250,8 +247,10 @@ def _install_empty_state(shards: list[Shard], held: HeldState, optimizer: Optimi
 def _same_scalars(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     if first.keys() != second.keys():
         return False
-    return all(bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b))) if a is not None and b is not None else a is b
-               for a, b in ((first[key], second[key]) for key in first))
+    return all(
+        bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b))) if a is not None and b is not None else a is b
+        for a, b in ((first[key], second[key]) for key in first)
+    )
 
 
 def pour(held: HeldState, engine: Any) -> None:

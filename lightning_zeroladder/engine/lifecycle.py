@@ -99,7 +99,7 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def _keeping_random_state() -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield
 

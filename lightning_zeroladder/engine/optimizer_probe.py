@@ -51,7 +51,9 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerState | None:
     copy.param_groups = [{**group, "params": [param]}]
     copy.state = collections.defaultdict(dict)
     if optimizer.state:
-        return _describe(optimizer.state[optimizer.param_groups[0]["params"][0]], optimizer.param_groups[0]["params"][0])
+        return _describe(
+            optimizer.state[optimizer.param_groups[0]["params"][0]], optimizer.param_groups[0]["params"][0]
+        )
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             copy.step()

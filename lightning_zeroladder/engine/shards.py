@@ -157,6 +157,7 @@ def local_weights(param: Parameter) -> tuple[Tensor, int, bool]:
     partition = getattr(param, "ds_tensor", None)
     if partition is None:
         return param.detach().reshape(-1), 0, True
-    numel = partition.ds_numel if hasattr(partition, "ds_numel") else partition.numel()
-    start = min(numel * param.ds_zero_partition_rank, param.ds_numel)
-    return partition.detach().view(-1).narrow(0, 0, min(numel, param.ds_numel - start)), start, False
+    sharded: Any = param
+    padded = int(partition.ds_numel)
+    start = min(padded * sharded.ds_zero_partition_rank, sharded.ds_numel)
+    return partition.detach().view(-1).narrow(0, 0, min(padded, sharded.ds_numel - start)), start, False

@@ -41,7 +41,7 @@ __all__ = ["NOISE_CAP", "NothingFits", "decide", "noise_tolerance", "rung_result
 NOISE_CAP = 0.05  # a trial noisier than this must not make every rung a tie, and so the lowest stage win by default
 
 
-class NothingFits(ValueError):  # noqa: N818  an outcome of the ladder, named as users read it
+class NothingFits(ValueError):
     """No rung of the ladder could be run; the message says what is missing and what would help."""
 
 

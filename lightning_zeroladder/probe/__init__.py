@@ -1,0 +1,1 @@
+"""What is measured: step times, memory, the work in a batch."""

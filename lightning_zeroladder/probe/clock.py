@@ -69,7 +69,7 @@ class StepClock:
     def _stamp(self) -> Stamp:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -122,7 +122,7 @@ class StepClock:
             return end - start
         assert isinstance(start, torch.cuda.Event)
         assert isinstance(end, torch.cuda.Event)
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
     def _resolve(self, record: _Record) -> StepTimes:
         assert record.end is not None

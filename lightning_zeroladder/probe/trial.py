@@ -97,9 +97,7 @@ class Trial:
         parts.append(self._units_per_step())
         data, forward, backward, optimizer, communication, units = across_ranks(parts, "mean", self._device)
         peak = read_peak(self._device)
-        peak_bytes, reserved_bytes = across_ranks(
-            [peak.peak_bytes, peak.reserved_bytes or 0], "max", self._device
-        )
+        peak_bytes, reserved_bytes = across_ranks([peak.peak_bytes, peak.reserved_bytes or 0], "max", self._device)
         return Measurement(
             step_s=summarize(self._slowest_s),
             breakdown=StepBreakdown(data, forward, backward, communication, optimizer),
