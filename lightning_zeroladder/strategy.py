@@ -205,6 +205,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         state = probe_optimizer(optimizer) if optimizer is not None else None
         if optimizer is not None:
             check_optimizer(optimizer, state, self.settings.stages)
+        return_freed_memory()
         self._base_memory_bytes = self._memory_in_use()
         rung = self._first_rung(self._floors(count_parameters(model), state))
         if born_partitioned(model) and rung.stage != 3:
@@ -487,7 +488,6 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             self.settings = replace(self.settings, memory_limit_bytes=limit)
 
     def _memory_in_use(self) -> int:
-        return_freed_memory()
         if self.root_device.type == "cuda":
             return int(torch.cuda.memory_allocated(self.root_device))
         return resident_bytes()

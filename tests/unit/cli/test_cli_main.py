@@ -100,7 +100,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_report_loads_neither_torch_nor_deepspeed_nor_lightning(run_dir: Path) -> None:
     code = (
-        "import sys; sys.argv[0] = 'zeroladder'; from lightning_zeroladder.cli import main; status = main(sys.argv[1:]); "
+        "import sys; sys.argv[0] = 'zeroladder'; from lightning_zeroladder.cli import main; "
+        "status = main(sys.argv[1:]); "
         "heavy = {'torch', 'deepspeed', 'lightning', 'jsonargparse'} & set(sys.modules); "
         "sys.exit(f'loaded {heavy}' if heavy else status)"
     )
