@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from lightning_zeroladder.engine.boundary import at_boundary
 from lightning_zeroladder.engine.fragments import HeldState, pour, take
 from lightning_zeroladder.engine.module import ModuleLedger, is_partitioned, own_storage, reclaim_weights
 from lightning_zeroladder.engine.shards import live_shards, local_weights
+from lightning_zeroladder.probe.memory import trim_host_memory
 
 __all__ = ["ClientOptimizer", "EngineSlot", "HeldRun", "born_partitioned", "return_freed_memory"]
 
@@ -91,10 +91,7 @@ def return_freed_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # not glibc: nothing to trim
+    trim_host_memory()
 
 
 @contextmanager

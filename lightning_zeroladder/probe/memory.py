@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["PeakMemory", "default_memory_limit", "read_peak", "reset_peak", "resident_bytes"]
+__all__ = ["PeakMemory", "default_memory_limit", "read_peak", "reset_peak", "resident_bytes", "trim_host_memory"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -34,11 +35,20 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def trim_host_memory() -> None:
+    """Return freed host memory to the operating system where glibc keeps it: what is resident is then in use."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # not glibc: nothing to trim
+
+
 def reset_peak(device: torch.device) -> None:
     """Start a new peak. On Linux the kernel's own mark is reset; elsewhere the process's peak stays what it was."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR_REFS.exists() and os.access(_CLEAR_REFS, os.W_OK):
+        trim_host_memory()
         _CLEAR_REFS.write_text(_RESET_PEAK_RESIDENT)
 
 

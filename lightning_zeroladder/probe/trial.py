@@ -64,6 +64,9 @@ class Trial:
         self.steps += 1
         self._units.append(self._window_units)
         self._window_units = 0
+        if self.steps == 1:
+            # On CPU the copy of the state that the move held on the host would count; it goes after the first step.
+            reset_peak(self._device)
         if self.steps == self._settings.warmup_steps:
             self._counting_since_s = time.perf_counter()
 

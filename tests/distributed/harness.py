@@ -68,7 +68,8 @@ def run_ranks(target: str, payload: Any, *, ranks: int, timeout_s: float, tmp_pa
         tmp_path: Folder for output and results; used once.
     """
     tmp_path.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "payload.json").write_text(json.dumps(payload))
+    job = {"payload": payload, "timeout_s": timeout_s}
+    (tmp_path / "job.json").write_text(json.dumps(job))
     port = _free_port()
     outputs = [tmp_path / f"output.{rank}.txt" for rank in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
@@ -125,6 +126,7 @@ def run_cases(cases: Mapping[str, Callable[[Path], Any]], folder: str) -> dict[s
     import torch.distributed as dist
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    Path(folder).mkdir(parents=True, exist_ok=True)
     store = dist.FileStore(str(Path(folder) / "words"), ranks)
     results: dict[str, Any] = {}
     for name, case in cases.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -17,7 +18,9 @@ def main(target: str, folder: Path) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)  # ranks share the cores
     module, _, name = target.partition(":")
-    result = getattr(importlib.import_module(module), name)(json.loads((folder / "payload.json").read_text()))
+    job = json.loads((folder / "job.json").read_text())
+    faulthandler.dump_traceback_later(max(1.0, job["timeout_s"] - 5.0))  # says where a rank hangs before it is killed
+    result = getattr(importlib.import_module(module), name)(job["payload"])
     (folder / f"result.{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 

@@ -1,0 +1,147 @@
+"""What is used of DeepSpeed's and Lightning's internals. A failure here means that a release changed them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import deepspeed
+import deepspeed.comm.comm
+import pytest
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_zeroladder.engine import lifecycle, observe, shards
+from lightning_zeroladder.engine.groups import replace_backend, without_compiled_shm_op
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "attributes"),
+    [
+        (FP16_UnfusedOptimizer, ["fp16_groups", "fp32_groups", "loss_scale_config"]),
+        (FP16_Optimizer, ["fp16_groups", "fp32_groups_flat", "loss_scale_config"]),
+        (DeepSpeedZeroOptimizer, ["bit16_groups", "single_partition_of_fp32_groups", "loss_scaler"]),
+        (BF16_Optimizer, ["bf16_groups", "fp32_groups_flat_partition"]),
+        (DeepSpeedZeroOptimizer_Stage3, ["fp16_groups", "fp32_partitioned_groups_flat", "grad_position"]),
+    ],
+)
+def test_each_optimizer_wrapper_has_the_lists_its_layout_reads(wrapper, attributes):
+    source = inspect.getsource(wrapper)
+    for attribute in attributes:
+        assert f"self.{attribute}" in source
+    assert wrapper.__name__ in shards._LAYOUTS
+
+
+def test_fragments_of_stages_1_and_2_say_where_they_are():
+    assert {"lp_fragment_address", "hp_fragment_address"} <= set(tensor_fragment.__dataclass_fields__)
+    assert set(fragment_address.__dataclass_fields__) == {"numel", "start"}
+
+
+def test_stage_3_names_partitions_and_their_rank():
+    source = inspect.getsource(deepspeed.runtime.zero.partition_parameters)
+    for attribute in ("ds_numel", "ds_tensor", "ds_zero_partition_rank"):
+        assert f"param.{attribute} = " in source
+
+
+@pytest.mark.parametrize("name", lifecycle._COUNTERS)
+def test_the_engine_counts_under_these_names(name):
+    assert f"self.{name} = " in inspect.getsource(DeepSpeedEngine.__init__)
+
+
+def test_the_loss_scalers_keep_these_values():
+    scaler = DynamicLossScaler(2.0**16, 1000, 1, 2, False)
+    assert all(hasattr(scaler, name) for name in lifecycle._SCALER_STATE)
+    config = LossScaleConfig(torch.float16, True, 1.0, None)
+    assert all(hasattr(config, name) for name in ("cur_scale", "cur_iter", "last_overflow_iter"))
+
+
+def test_an_engine_says_where_it_stands_in_a_window():
+    source = inspect.getsource(DeepSpeedEngine)
+    for name in ("_unmanaged_backward_count", "_running_engine_step", "managed_gradient_accumulation", "micro_steps"):
+        assert name in source
+
+
+def test_module_level_state_that_keeps_engines_alive():
+    assert isinstance(parameter_offload.FWD_MODULE_STACK, list)
+    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+    cached = [
+        cell.cell_contents
+        for method in vars(coordinator).values()
+        for cell in getattr(method, "__closure__", None) or ()
+        if hasattr(cell.cell_contents, "cache_clear")
+    ]
+    assert len(cached) == 1
+
+
+def test_the_backend_is_one_object_that_can_be_exchanged():
+    class Backend:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def all_reduce(self, tensor: object) -> None:
+            self.calls.append("all_reduce")
+
+        def get_rank(self) -> int:
+            return 5
+
+    spans: list[str] = []
+
+    class Span:
+        def __enter__(self) -> None:
+            spans.append("in")
+
+        def __exit__(self, *_: object) -> None:
+            spans.append("out")
+
+    backend = Backend()
+    original = replace_backend(backend)
+    try:
+        observer = observe.BackendObserver(Span)
+        observer.start()
+        deepspeed.comm.comm.cdb.all_reduce(None)
+        assert deepspeed.comm.comm.cdb.get_rank() == 5
+        assert (backend.calls, spans) == (["all_reduce"], ["in", "out"])
+        observer.stop()
+        assert deepspeed.comm.comm.cdb is backend
+        observer.stop()
+    finally:
+        replace_backend(original)
+
+
+def test_the_shm_op_is_off_only_inside():
+    table = deepspeed.ops.__compatible_ops__
+    before = dict(table)
+    with without_compiled_shm_op():
+        assert table["deepspeed_shm_comm"] is False
+    assert table == before
+    assert "__compatible_ops__" in inspect.getsource(importlib.import_module("deepspeed.comm.torch").build_shm_op)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_auto_select_batch_size",
+        "_format_config",
+        "_init_config_if_needed",
+        "_init_deepspeed_distributed",
+        "_init_optimizers",
+        "_initialize_deepspeed_inference",
+        "_initialize_deepspeed_train",
+        "_set_deepspeed_activation_checkpointing",
+        "_setup_model_and_optimizer",
+        "model_sharded_context",
+        "setup_distributed",
+        "setup_environment",
+    ],
+)
+def test_lightnings_strategy_still_has_what_is_overridden_or_called(name):
+    assert callable(getattr(DeepSpeedStrategy, name))
