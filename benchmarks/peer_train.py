@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--stage", type=int, default=None)
     parser.add_argument("--result", type=Path, default=None, help="file for the median step in seconds")
-    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.add_config_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

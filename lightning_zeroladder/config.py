@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zeroladder.ladder import Rung
+from lightning_zeroladder.ladder import LadderSettings, Rung, check_settings, normalize_stages
+from lightning_zeroladder.report.data import RunReport, read_report
 
-__all__ = ["check_config", "reconcile_accumulation", "rung_config"]
+__all__ = ["check_config", "ladder_settings", "read_decision", "reconcile_accumulation", "rung_config"]
 
 _REMOVED_PREFIX = "mics_"
 
@@ -82,3 +85,46 @@ def rung_config(base: Mapping[str, Any], rung: Rung, *, manual_optimization: boo
         if rung.stage != 2:
             zero["overlap_comm"] = False  # DeepSpeed allows both together at stage 2 only
     return config
+
+
+def ladder_settings(
+    stages: Sequence[int],
+    steps_per_rung: int,
+    warmup_steps: int,
+    headroom: float,
+    memory_limit_bytes: int | None,
+    exhaustive: bool,
+) -> LadderSettings:
+    """Check what the user asked of the ladder.
+
+    Returns:
+        The settings; a memory limit of 0 stands for one that is found out when the device is known.
+
+    Raises:
+        MisconfigurationException: If a setting cannot work.
+    """
+    try:
+        settings = LadderSettings(
+            stages=normalize_stages(stages),
+            steps_per_rung=steps_per_rung,
+            warmup_steps=warmup_steps,
+            headroom=headroom,
+            memory_limit_bytes=1 if memory_limit_bytes is None else memory_limit_bytes,
+            exhaustive=exhaustive,
+        )
+        check_settings(settings)
+    except ValueError as error:
+        raise MisconfigurationException(f"ZeroAutoStrategy: {error}") from error
+    return replace(settings, memory_limit_bytes=memory_limit_bytes or 0)
+
+
+def read_decision(path: str | Path) -> RunReport:
+    """Read the report of an earlier run.
+
+    Raises:
+        MisconfigurationException: If it is missing or no report.
+    """
+    try:
+        return read_report(Path(path))
+    except (ValueError, FileNotFoundError) as error:
+        raise MisconfigurationException(f"ZeroAutoStrategy(decision='{path}'): {error}") from error

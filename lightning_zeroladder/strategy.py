@@ -25,19 +25,28 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroladder.callbacks import LadderCallback
-from lightning_zeroladder.config import check_config, reconcile_accumulation, rung_config
-from lightning_zeroladder.costmodel import ModelCount, state_bytes
+from lightning_zeroladder.config import (
+    check_config,
+    ladder_settings,
+    read_decision,
+    reconcile_accumulation,
+    rung_config,
+)
+from lightning_zeroladder.costmodel import ModelCount
 from lightning_zeroladder.engine import groups
 from lightning_zeroladder.engine.boundary import at_boundary
 from lightning_zeroladder.engine.fragments import DamagedState, UnmovableState
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
 from lightning_zeroladder.engine.model_count import count_parameters, meta_count
 from lightning_zeroladder.engine.optimizer_probe import OptimizerState, probe_optimizer
-from lightning_zeroladder.ladder import LadderSettings, Rung, check_settings, normalize_stages
+from lightning_zeroladder.ladder import Rung
 from lightning_zeroladder.ladder.types import ZERO_STAGES
+from lightning_zeroladder.placement import certain_floors, only_stage_3_holds
+from lightning_zeroladder.probe.across_ranks import across_ranks
 from lightning_zeroladder.probe.clock import Phase
-from lightning_zeroladder.probe.memory import default_memory_limit, resident_bytes
-from lightning_zeroladder.report.data import Move, RunReport, read_report
+from lightning_zeroladder.probe.leftover import LeftoverMemory
+from lightning_zeroladder.probe.memory import default_memory_limit
+from lightning_zeroladder.report.data import Move, RunReport
 from lightning_zeroladder.requirements_check import (
     check_accelerator,
     check_optimizer,
@@ -51,7 +60,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeroAutoStrategy"]
 
-_LOW_PRECISION_BYTES = 2
 _LEFTOVER_WORTH_SAYING = 0.01
 """Share of the memory limit."""
 
@@ -62,9 +70,6 @@ _PHASE_WORDS = {
     Phase.OPTIMIZER: "optimizer step",
     Phase.OUTSIDE: "forward",
 }
-
-_ADAM_BYTES = 8
-"""Optimizer state per parameter assumed before the optimizer is known; used to choose where to create the model."""
 
 
 class ZeroAutoStrategy(DeepSpeedStrategy):
@@ -113,9 +118,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
                 f"ZeroAutoStrategy(stage={deepspeed['stage']}) has no meaning: the ladder chooses the stage. "
                 f"Pass stages=({deepspeed['stage']},) to fix it, or strategy='deepspeed_stage_{deepspeed['stage']}'."
             )
-        self.settings = _settings(stages, steps_per_rung, warmup_steps, headroom, memory_limit_bytes, exhaustive)
+        self.settings = ladder_settings(stages, steps_per_rung, warmup_steps, headroom, memory_limit_bytes, exhaustive)
         self.rung: Rung | None = None
-        self._decided = _read_decision(decision) if decision is not None else None
+        self._decided = read_decision(decision) if decision is not None else None
         self._tokens_per_batch = tokens_per_batch
         self._run_dir = Path(run_dir) if run_dir is not None else None
         self._slot: EngineSlot | None = None
@@ -123,8 +128,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._ladder: LadderCallback | None = None
         self._window: list[Callable[[], Any]] = []
         self._moves: list[Move] = []
-        self._base_memory_bytes = 0
-        self._sharded_at_birth = False
+        self._leftover: LeftoverMemory | None = None
         self._base_config: dict[str, Any] = {}
         # Named here, `stage` is no argument that a command line or YAML file offers.
         super().__init__(stage=self.settings.stages[0], **deepspeed)
@@ -174,10 +178,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        self._sharded_at_birth = self._must_be_born_sharded()
-        self._configure_rung(Rung(3 if self._sharded_at_birth else self.settings.stages[0]))
-        enabled = self._sharded_at_birth
-        if not enabled:
+        sharded = self._must_be_born_sharded()
+        self._configure_rung(Rung(3 if sharded else self.settings.stages[0]))
+        if not sharded:
             yield
             return
         try:
@@ -206,7 +209,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         if optimizer is not None:
             check_optimizer(optimizer, state, self.settings.stages)
         return_freed_memory()
-        self._base_memory_bytes = self._memory_in_use()
+        self._leftover = LeftoverMemory(self.root_device)
         rung = self._first_rung(self._floors(count_parameters(model), state))
         if born_partitioned(model) and rung.stage != 3:
             self._slot.take_down()
@@ -287,23 +290,25 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             DamagedState: If the state after the move is not the one before it, bit for bit.
             NothingFits: If the rung, and every other one, cannot be built.
         """
+        origin, started_s = self.rung, time.perf_counter()
         assert self._slot is not None
-        started_s, origin = time.perf_counter(), self.rung
+        assert self._leftover is not None
+        assert origin is not None
         self._release_engine()
         held = self._slot.hold()
-        leftover_bytes = self._memory_not_returned(held)
+        leftover_bytes = self._leftover.after_teardown(held.state.nbytes)
         self._resume(held, rung)
-        assert origin is not None
+        elapsed_s = time.perf_counter() - started_s
+        self._note_move(origin, *across_ranks([elapsed_s, float(leftover_bytes)], "max", self.root_device))
+
+    def _note_move(self, origin: Rung, seconds: float, leftover_bytes: float) -> None:
         assert self.rung is not None
-        self._moves.append(
-            Move(
-                from_stage=origin.stage,
-                to_stage=self.rung.stage,
-                at_step=int(self._slot.engine.global_steps),
-                seconds=time.perf_counter() - started_s,
-                memory_not_returned_bytes=leftover_bytes,
+        at_step = int(self.deepspeed_engine.global_steps)
+        self._moves.append(Move(origin.stage, self.rung.stage, at_step, seconds, int(leftover_bytes)))
+        if leftover_bytes > _LEFTOVER_WORTH_SAYING * self.settings.memory_limit_bytes:
+            rank_zero_warn(
+                f"zero_auto: {leftover_bytes / 2**20:.0f} MiB of memory were not returned on leaving {origin.label}."
             )
-        )
 
     def _resume(self, held: HeldRun, rung: Rung) -> None:
         assert self._slot is not None
@@ -453,57 +458,40 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         return rung
 
     def _floors(self, count: ModelCount, state: OptimizerState | None) -> dict[int, int]:
-        """Return the bytes per rank that each stage certainly needs."""
-        low_precision = self.precision_plugin.precision != "32-true"
-        moments = state.bytes_per_parameter if state is not None else 0
-        return {
-            stage: state_bytes(
-                stage,
-                count,
-                world_size=self.world_size,
-                weight_bytes=_LOW_PRECISION_BYTES if low_precision else 4,
-                optimizer_bytes=moments + (4 if low_precision else 0),
-            )
-            for stage in self.settings.stages
-        }
+        return certain_floors(
+            self.settings.stages,
+            count,
+            world_size=self.world_size,
+            low_precision=self._low_precision,
+            moment_bytes=state.bytes_per_parameter if state is not None else 0,
+            zero_config=self._base_config.get("zero_optimization", {}),
+        )
 
     def _must_be_born_sharded(self) -> bool:
         """Whether only stage 3 can hold the model, so that ``configure_model`` has to create it in shards."""
         assert self.lightning_module is not None
-        if 3 not in self.settings.stages or self.world_size == 1:
+        if self.world_size == 1:
             return False
         if self.settings.stages == (3,) or (self._decided is not None and self._decided.decision.rung.stage == 3):
             return True
         count = meta_count(self.lightning_module)
-        if count is None:
-            return False
-        assumed = OptimizerState((), (), _ADAM_BYTES)
-        limit = self.settings.memory_limit_bytes
-        floors = self._floors(count, assumed)
-        return all(floor > limit for stage, floor in floors.items() if stage != 3)
+        return count is not None and only_stage_3_holds(
+            self.settings.stages,
+            count,
+            world_size=self.world_size,
+            low_precision=self._low_precision,
+            zero_config=self._given_config.get("zero_optimization", {}),
+            memory_limit_bytes=self.settings.memory_limit_bytes,
+        )
+
+    @property
+    def _low_precision(self) -> bool:
+        return bool(self.precision_plugin.precision != "32-true")
 
     def _resolve_memory_limit(self) -> None:
         if self.settings.memory_limit_bytes == 0:
             limit = default_memory_limit(self.root_device, self.num_processes)
             self.settings = replace(self.settings, memory_limit_bytes=limit)
-
-    def _memory_in_use(self) -> int:
-        if self.root_device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self.root_device))
-        return resident_bytes()
-
-    def _memory_not_returned(self, held: HeldRun) -> int:
-        """Return what is still in use after an engine was taken down, beyond the base and the held state, in bytes."""
-        on_device = 0 if self.root_device.type == "cuda" else held.state.nbytes
-        leftover = self._memory_in_use() - on_device - self._base_memory_bytes
-        if not self._moves and self.root_device.type != "cuda":
-            # The first engine leaves libraries and thread pools in the process; they are the base of later moves.
-            self._base_memory_bytes += max(0, leftover)
-            leftover = 0
-        if leftover > _LEFTOVER_WORTH_SAYING * self.settings.memory_limit_bytes:
-            label = self.rung.label if self.rung is not None else "a rung"
-            rank_zero_warn(f"zero_auto: {leftover / 2**20:.0f} MiB of memory were not returned on leaving {label}.")
-        return max(0, leftover)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
@@ -547,33 +535,3 @@ def _drop_frames(error: BaseException) -> None:
     while seen is not None:
         seen.__traceback__ = None
         seen = seen.__context__
-
-
-def _settings(
-    stages: Sequence[int],
-    steps_per_rung: int,
-    warmup_steps: int,
-    headroom: float,
-    memory_limit_bytes: int | None,
-    exhaustive: bool,
-) -> LadderSettings:
-    try:
-        settings = LadderSettings(
-            stages=normalize_stages(stages),
-            steps_per_rung=steps_per_rung,
-            warmup_steps=warmup_steps,
-            headroom=headroom,
-            memory_limit_bytes=1 if memory_limit_bytes is None else memory_limit_bytes,
-            exhaustive=exhaustive,
-        )
-        check_settings(settings)
-    except ValueError as error:
-        raise MisconfigurationException(f"ZeroAutoStrategy: {error}") from error
-    return replace(settings, memory_limit_bytes=memory_limit_bytes or 0)
-
-
-def _read_decision(path: str | Path) -> RunReport:
-    try:
-        return read_report(Path(path))
-    except (ValueError, FileNotFoundError) as error:
-        raise MisconfigurationException(f"ZeroAutoStrategy(decision='{path}'): {error}") from error

@@ -101,6 +101,11 @@ def _copy_scalar(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
+def _device(engine: Any) -> torch.device:
+    """Return the device on which the engine's ranks communicate."""
+    return torch.device(engine.device)
+
+
 def _checksum_entries(engine: Any) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (``name/key``, checksum of what this rank holds, whether every rank holds it all)."""
     replicated = is_replicated(engine)
@@ -125,7 +130,7 @@ def global_checksums(engine: Any) -> dict[str, int]:
     entries = list(_checksum_entries(engine))
     if not entries:
         return {}
-    local = torch.stack([value for _, value, _ in entries])
+    local = torch.stack([value.to(_device(engine)) for _, value, _ in entries])
     if dist.get_world_size() == 1:
         return dict(zip([name for name, _, _ in entries], local.tolist(), strict=True))
     of_rank = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -277,9 +282,8 @@ def pour(held: HeldState, engine: Any) -> None:
         for name, source in held.parameters.items()
         for key, piece in source.tensors.items()
     )
-    device = engine.device if isinstance(engine.device, torch.device) else torch.device(engine.device)
     for bucket in _buckets(entries):
-        for (name, key), whole in _gather_bucket(bucket, held, device).items():
+        for (name, key), whole in _gather_bucket(bucket, held, _device(engine)).items():
             shard = shards[name]
             piece = whole.narrow(0, shard.start, shard.master.numel())
             target = shard.master if key == MASTER else shard.slice_of(optimizer.state[shard.owner][key])

@@ -74,6 +74,7 @@ def walk_of_1_and_2(folder: Path, *, accumulate: int) -> Any:
     return {
         "walk": walk.describe(),
         "fixed": [fixed.model.losses, other.model.losses],
+        "plain": [plain_loop(stage, accumulate)[0] for stage in (1, 2)],
         "weight_gaps": [gap(walk.weights, fixed.weights), gap(walk.weights, other.weights)],
     }
 

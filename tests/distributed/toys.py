@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zeroladder import ZeroAutoStrategy
 
@@ -38,16 +39,15 @@ def samples(count: int, seed: int = 7) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def loader(batches: int = 1000, *, world_size: int | None = None, seed: int = 7) -> DataLoader[Any]:
-    """Batches per rank and epoch; every rank gets others of the same data set."""
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else world_size or _world_size()
-    return DataLoader(TensorDataset(samples(batches * BATCH * ranks, seed)), batch_size=BATCH)
+def loader(batches: int = 1000, seed: int = 7) -> DataLoader[Any]:
+    """Batches per rank and epoch, in order; every rank gets others of the same data set."""
+    rank, ranks = _place()
+    data = TensorDataset(samples(batches * BATCH * ranks, seed))
+    return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, ranks, rank, shuffle=False))
 
 
-def _world_size() -> int:
-    import os
-
-    return int(os.environ["WORLD_SIZE"])
+def _place() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def target(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def make_trainer(stages: Sequence[int], folder: Path, **options: Any) -> pl.Trai
     )
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": _world_size(),
+        "devices": _place()[1],
         "strategy": strategy,
         "max_steps": MAX_STEPS,
         "logger": False,
