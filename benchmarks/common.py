@@ -24,6 +24,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from rig import start, stop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -38,6 +39,7 @@ __all__ = [
     "bootstrap_interval",
     "heading",
     "ladder_is_over",
+    "leave_group",
     "mlp",
     "noise",
     "quiet",
@@ -188,6 +190,12 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
+def leave_group() -> None:
+    """Leave the process group in order: at exit the threads of one that is left standing can abort the process."""
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 # Ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -222,17 +230,7 @@ def spawn_ranks(
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": f"bench-{port}",
         }
-        with open(log, "ab") if log is not None else open(os.devnull, "rb") as output:
-            stream = output if log is not None else None
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **rank_env, **(env or {})},
-                    stdout=stream,
-                    stderr=subprocess.STDOUT if stream is not None else None,
-                    start_new_session=True,
-                )
-            )
+        processes.append(start(command, {**os.environ, **rank_env, **(env or {})}, log))
     return processes
 
 
@@ -242,8 +240,6 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], timeout_s: floa
     Raises:
         RuntimeError: If a rank failed or the time was over; with the end of ``log``, if one is given.
     """
-    from rig import stop
-
     deadline = time.monotonic() + timeout_s
     try:
         while True:

@@ -24,9 +24,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-__all__ = ["Host", "missing_requirement", "probe_mbit", "run_on", "stop", "two_hosts"]
+__all__ = ["Host", "missing_requirement", "probe_mbit", "run_on", "start", "stop", "two_hosts"]
 
 _PORT = 29511  # each rig has its own network: ports cannot clash
 _POLL_S = 0.05
@@ -124,6 +125,7 @@ def run_on(
     *,
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
+    log: Path | None = None,
 ) -> int:
     """Run ``command`` on both hosts at the same time, as the two ranks of one job.
 
@@ -134,23 +136,28 @@ def run_on(
         command: Program and arguments, the same on both hosts.
         env: Added to this process's environment.
         timeout_s: Longest time to wait; None for no limit.
+        log: File for what both print; None to let it through.
 
     Returns:
         0 if both ranks ended well, else the exit status of the rank that failed first, 124 on timeout.
     """
     port_env = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(_PORT)}
-    processes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", host.namespace, *command],
-            env={**os.environ, **port_env, **_rank_env(host), **(env or {})},
-            start_new_session=True,
-        )
-        for host in hosts
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for host in hosts:
+            rank_env = {**os.environ, **port_env, **_rank_env(host), **(env or {})}
+            processes.append(start(["ip", "netns", "exec", host.namespace, *command], rank_env, log))
         return _wait(processes, timeout_s)
     finally:
         stop(processes)
+
+
+def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own; what it prints goes to the end of ``log``, if there is one."""
+    if log is None:
+        return subprocess.Popen(command, env=env, start_new_session=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def probe_mbit(hosts: tuple[Host, Host]) -> float:

@@ -39,6 +39,7 @@ from common import (
     StepTimes,
     heading,
     ladder_is_over,
+    leave_group,
     noise,
     quiet,
     rank_command,
@@ -137,6 +138,7 @@ def walk_worker(arguments: argparse.Namespace) -> None:
         moves_s = sum(move.seconds for move in strategy.moves)
         median_s = median(clock.committed.seconds)
         write_json(folder / "walk.json", [strategy.rung.stage, clock.steps, clock.wall_s, median_s, moves_s])
+    leave_group()
 
 
 def walk(arguments: argparse.Namespace) -> Walk:

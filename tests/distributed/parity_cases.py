@@ -16,7 +16,7 @@ from toys import BATCH, CONFIG, MAX_STEPS, Run, Toy, fit, gap, loader, samples, 
 STAGES = (0, 1, 2, 3)
 
 
-def plain_loop(stage: int, accumulate: int, *, bf16: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_loop(stage: int, accumulate: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train without Lightning and without the package: what the others have to reproduce."""
     import deepspeed
 
@@ -28,8 +28,6 @@ def plain_loop(stage: int, accumulate: int, *, bf16: bool = False) -> tuple[list
     config |= {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": bf16},
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(
@@ -44,8 +42,7 @@ def plain_loop(stage: int, accumulate: int, *, bf16: bool = False) -> tuple[list
     mine = samples(1000 * BATCH * ranks)[rank::ranks]
     for index in range(micro_batches):
         loss = engine.module.loss((mine[index * BATCH : (index + 1) * BATCH],))
-        # Engine hooks that stage 3 needs sit on the submodules; the loss is a function of the module.
-        engine.backward(loss)
+        engine.backward(loss / accumulate)  # Lightning divides as well; DeepSpeed then divides once more
         engine.step()
         losses.append(loss.item())
     return losses, whole_weights(model)
