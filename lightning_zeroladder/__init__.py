@@ -20,8 +20,10 @@ def register() -> None:
     """Make ``zero_auto`` known to Lightning's strategy registry. Done on import; doing it again changes nothing."""
     from lightning.pytorch.strategies import StrategyRegistry
 
+    from lightning_zeroladder.requirements_check import warn_of_pytorch_lightning
     from lightning_zeroladder.strategy import ZeroAutoStrategy
 
+    warn_of_pytorch_lightning()
     ZeroAutoStrategy.register_strategies(StrategyRegistry)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import time
@@ -242,8 +243,16 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         if self.zero_stage_3:
             config["zero_optimization"] = self.config["zero_optimization"]
             config["zero_allow_untested_optimizer"] = True
-        engine, *_ = deepspeed.initialize(config=config, model=model, model_parameters=[], dist_init_required=False)
+        engine, *_ = deepspeed.initialize(
+            args=self._device_argument, config=config, model=model, model_parameters=[], dist_init_required=False
+        )
         return engine
+
+    @property
+    def _device_argument(self) -> argparse.Namespace:
+        """Tell DeepSpeed the device by its index, which is not the local rank where the Trainer picked devices."""
+        index = self.root_device.index
+        return argparse.Namespace(device_rank=self.local_rank if index is None else index)
 
     @override
     def _setup_model_and_optimizer(
@@ -252,6 +261,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         import deepspeed
 
         engine, wrapped, *_ = deepspeed.initialize(
+            args=self._device_argument,
             config=self.config,
             model=model,
             model_parameters=[param for param in model.parameters() if param.requires_grad],

@@ -134,6 +134,8 @@ class EngineSlot:
 
         Drop every other reference to the engine before calling, or some of its memory stays.
         """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # DeepSpeed reduces and gathers on streams of its own
         state = take(self.engine)
         self._scaler_state.update(_read(_scaler(self.engine), _SCALER_STATE))
         held = HeldRun(state, _read(self.engine, _COUNTERS), dict(self._scaler_state))

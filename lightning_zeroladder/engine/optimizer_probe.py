@@ -41,8 +41,11 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerState | None:
     Returns:
         What it keeps, or None if the copy could not be stepped (then only a real step will tell).
     """
+    first = optimizer.param_groups[0]["params"][0]
+    if optimizer.state.get(first):
+        return _describe(optimizer.state[first], first)
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    device = optimizer.param_groups[0]["params"][0].device
+    device = first.device
     param = torch.nn.Parameter(torch.full(_SHAPE, 0.5, device=device))
     param.grad = torch.full(_SHAPE, 0.25, device=device)
     copy = object.__new__(type(optimizer))
@@ -50,10 +53,8 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerState | None:
     copy.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     copy.param_groups = [{**group, "params": [param]}]
     copy.state = collections.defaultdict(dict)
-    if optimizer.state:
-        return _describe(
-            optimizer.state[optimizer.param_groups[0]["params"][0]], optimizer.param_groups[0]["params"][0]
-        )
+    copy._optimizer_step_pre_hooks = collections.OrderedDict()
+    copy._optimizer_step_post_hooks = collections.OrderedDict()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             copy.step()

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+import warnings
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -15,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
+import lightning_zeroladder
 from lightning_zeroladder import ZeroAutoStrategy
 from lightning_zeroladder.engine.optimizer_probe import probe_optimizer
 from lightning_zeroladder.requirements_check import check_optimizer, check_trainer, shardable_stages
@@ -123,3 +127,13 @@ def test_state_of_another_shape_is_refused_by_name_unless_the_stage_is_fixed():
     with pytest.raises(MisconfigurationException, match=r"Adafactor keeps 'col_var', 'row_var'"):
         check_optimizer(optimizer, state, (0, 1))
     check_optimizer(optimizer, state, (2,))
+
+
+def test_the_other_lightning_package_is_named_with_what_to_write(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", object())
+    with pytest.warns(UserWarning, match=r"`lightning` only: write `import lightning.pytorch as pl`"):
+        lightning_zeroladder.register()
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lightning_zeroladder.register()
