@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from harness import run_cases
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from toys import CONFIG, Toy, loader, make_trainer, network, whole_weights
 
@@ -143,6 +144,33 @@ def born(folder: Path, *, limit_per_parameter: float, stages: tuple[int, ...] = 
     }
 
 
+class LoadsInConfigureModel(Toy):
+    """What ``from_pretrained`` does inside ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained = network().state_dict()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = network()
+            self.net.load_state_dict(self.pretrained)
+
+
+def loads_whole(folder: Path) -> Any:
+    trainer = walk(folder, model=LoadsInConfigureModel)
+    return sorted(set(trainer.lightning_module.stages))
+
+
+def loads_in_shards(folder: Path) -> Any:
+    try:
+        walk(folder, model=LoadsInConfigureModel, stages=(3,))
+    except MisconfigurationException as error:
+        return str(error)
+    return "it ran"
+
+
 def callers_config(folder: Path) -> Any:
     given = copy.deepcopy(CONFIG) | {"gradient_accumulation_steps": 2}
     before = copy.deepcopy(given)
@@ -176,8 +204,10 @@ CASES = {
     "nothing_fits": nothing_fits,
     "born_whole": functools.partial(born, limit_per_parameter=1e6, stages=(0, 1)),
     "born_sharded": functools.partial(born, limit_per_parameter=8.5),
+    "loads_whole": loads_whole,
     "callers_config": callers_config,
     "shows_the_real_exception": shows_the_real_exception,
+    "loads_in_shards": loads_in_shards,
 }
 
 

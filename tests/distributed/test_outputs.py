@@ -101,3 +101,12 @@ def test_a_failed_rung_shows_its_exception(results: list[dict[str, Any]]) -> Non
         assert data["stage"] == 2
         assert data["message"] == "OutOfMemoryError: 17 GiB more than there is"
         assert data["words"] == "out of memory in forward at step 1"
+
+
+def test_weights_loaded_in_configure_model_work_or_the_error_says_what_to_write(results: list[dict[str, Any]]) -> None:
+    for stages in outcome(results, "loads_whole"):
+        assert {0, 1, 2, 3} <= set(stages)
+    for words in outcome(results, "loads_in_shards"):
+        assert words.startswith("configure_model() loaded weights into a model that is being created in shards")
+        assert "load the weights afterwards" in words
+        assert "size mismatch" in words
