@@ -39,6 +39,7 @@ from common import (
     StepTimes,
     heading,
     ladder_is_over,
+    leave_group,
     noise,
     quiet,
     rank_command,
@@ -46,7 +47,7 @@ from common import (
     trainer_for,
     write_json,
 )
-from rig import missing_requirement, probe_mbit, run_on, two_hosts
+from rig import clean_up_on_sigterm, missing_requirement, probe_mbit, run_on, two_hosts
 from typing_extensions import override
 
 from lightning_zeroladder import ZeroAutoStrategy
@@ -215,8 +216,8 @@ def _link(rate: float) -> str:
 
 
 def _passed_on(arguments: argparse.Namespace) -> list[str]:
-    names = ("steps", "min_steps", "budget_s", "dropped_steps", "rounds", "steps_per_rung", "warmup_steps")
-    names += ("width", "depth", "rows")
+    names = ["steps", "min_steps", "budget_s", "dropped_steps", "rounds", "steps_per_rung", "warmup_steps"]
+    names += ["width", "depth", "rows"]
     return [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
 
 
@@ -280,6 +281,7 @@ def main() -> int:
     lacking = missing_requirement()
     if lacking:
         parser.error(lacking)
+    clean_up_on_sigterm()
     compare(arguments)
     return 0
 

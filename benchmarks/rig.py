@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Host", "missing_requirement", "probe_mbit", "run_on", "start", "stop", "two_hosts"]
+__all__ = ["Host", "clean_up_on_sigterm", "missing_requirement", "probe_mbit", "run_on", "start", "stop", "two_hosts"]
 
 _PORT = 29511  # each rig has its own network: ports cannot clash
 _POLL_S = 0.05
@@ -198,6 +198,7 @@ def _rank_env(host: Host) -> dict[str, str]:
         "GROUP_RANK": str(host.index),
         "NODE_RANK": str(host.index),
         "TORCHELASTIC_RUN_ID": host.namespace,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": host.device,
         "NCCL_SOCKET_IFNAME": host.device,
         "TP_SOCKET_IFNAME": host.device,
@@ -232,8 +233,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float | None)
         time.sleep(_POLL_S)
 
 
+def clean_up_on_sigterm() -> None:
+    """Make SIGTERM an exception, so that what was started and made is ended and removed."""
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+
+
 def _exit_on_signal(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)  # an exception: the finally blocks clean up
+    sys.exit(128 + number)
 
 
 def main() -> int:
@@ -246,7 +252,7 @@ def main() -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command and not arguments.probe:
         parser.error("nothing to run: give a command after --, or --probe")
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    clean_up_on_sigterm()
     with two_hosts(arguments.rate) as hosts:
         if arguments.probe:
             rate = probe_mbit(hosts)

@@ -49,6 +49,7 @@ from common import (
     wait_for_ranks,
     write_json,
 )
+from rig import clean_up_on_sigterm
 from typing_extensions import override
 
 from lightning_zeroladder import ZeroAutoStrategy
@@ -183,7 +184,7 @@ def autotune(arguments: argparse.Namespace) -> tuple[int, float]:
         write_json(Path(folder, "ds.json"), _AUTOTUNING)
         model = ["--width", str(arguments.width), "--depth", str(arguments.depth), "--rows", str(arguments.rows)]
         command = [sys.executable, launcher, "--autotuning", "tune", "--num_gpus", "2", _PEER, *model]
-        environment = {**os.environ, "LOCAL_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+        environment = {**os.environ, "LOCAL_SIZE": "2", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         started_s = time.perf_counter()
         with Path(folder, "log").open("wb") as log:
@@ -282,6 +283,7 @@ def main() -> None:
         return
     if arguments.autotuner and importlib.util.find_spec("tabulate") is None:
         parser.error("--autotuner needs the package tabulate: pip install tabulate")
+    clean_up_on_sigterm()
     compare(arguments)
 
 

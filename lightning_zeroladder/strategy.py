@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,7 +36,7 @@ from lightning_zeroladder.config import (
 )
 from lightning_zeroladder.costmodel import ModelCount
 from lightning_zeroladder.engine import groups
-from lightning_zeroladder.engine.boundary import at_boundary
+from lightning_zeroladder.engine.boundary import at_boundary, begin_manual_backward
 from lightning_zeroladder.engine.fragments import DamagedState, UnmovableState
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
 from lightning_zeroladder.engine.model_count import count_parameters, meta_count
@@ -143,6 +144,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         if self._slot is not None:
+            self._release_engine()
             self._slot.take_down()
             self._slot = None
         super().connect(model)
@@ -341,6 +343,12 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._release_engine()
         self._slot.take_down()
         return following
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            begin_manual_backward(self.deepspeed_engine)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(

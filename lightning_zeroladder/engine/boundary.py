@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["at_boundary"]
+__all__ = ["at_boundary", "begin_manual_backward"]
 
 
 def at_boundary(engine: Any) -> bool:
@@ -12,3 +12,13 @@ def at_boundary(engine: Any) -> bool:
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count == 0)
     return bool(engine.micro_steps % engine.gradient_accumulation_steps() == 0)
+
+
+def begin_manual_backward(engine: Any) -> None:
+    """Make stage 3 add the gradients of the backward that begins to those of earlier ones in the same window.
+
+    It counts backward passes by the forward of the engine, which Lightning calls once per batch: without this, a second
+    backward in a batch would overwrite the gradients of the first.
+    """
+    if engine.zero_optimization_stage() == 3:
+        engine.optimizer.clear_backward_seen_flag()

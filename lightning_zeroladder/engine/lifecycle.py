@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_zeroladder.engine.boundary import at_boundary
 from lightning_zeroladder.engine.fragments import HeldState, pour, take
-from lightning_zeroladder.engine.module import ModuleLedger, is_partitioned, own_storage, reclaim_weights
+from lightning_zeroladder.engine.module import (
+    ModuleLedger,
+    is_partitioned,
+    own_storage,
+    reclaim_weights,
+    wait_for_prefetches,
+)
 from lightning_zeroladder.engine.shards import live_shards, local_weights
 from lightning_zeroladder.probe.memory import trim_host_memory
 
@@ -138,7 +144,7 @@ class EngineSlot:
             torch.cuda.synchronize()  # DeepSpeed reduces and gathers on streams of its own
         state = take(self.engine)
         self._scaler_state.update(_read(_scaler(self.engine), _SCALER_STATE))
-        held = HeldRun(state, _read(self.engine, _COUNTERS), dict(self._scaler_state))
+        held = HeldRun(state, _closed_window(self.engine), dict(self._scaler_state))
         self.take_down()
         return held
 
@@ -157,6 +163,7 @@ class EngineSlot:
 
         Also cleans up after an engine whose construction failed. Idempotent.
         """
+        wait_for_prefetches(self.module)
         owned = reclaim_weights(self.module)
         if self.engine is not None:
             wrapper = self.engine.optimizer
@@ -213,7 +220,8 @@ class EngineSlot:
     def _adopt_optimizer(self) -> None:
         """Put the user's optimizer back where DeepSpeed made a new one of its class (it does for Adagrad).
 
-        The one it makes has the defaults of the class in one group: learning rates and schedules would be lost.
+        The one it makes has the defaults of the class in one group: learning rates and schedules would be lost, and
+        stages 1 and 2 would have linked the parameters of the first group only to their fp32 copies.
         """
         if self.client is None:
             return
@@ -224,6 +232,7 @@ class EngineSlot:
         ours.state.clear()
         ours.state.update(made.state)
         wrapper.optimizer = ours
+        wrapper._link_all_hp_params()
 
     def _undo_trial_step(self) -> None:
         """Take back the step with zero gradients by which stage 0 in low precision allocates its state.
@@ -237,6 +246,13 @@ class EngineSlot:
         for shard in live_shards(self.engine):
             shard.master.copy_(local_weights(weights[shard.name])[0])
         self.client.optimizer.state.clear()
+
+
+def _closed_window(engine: Any) -> dict[str, Any]:
+    """Return the engine's counters as they were when the last accumulation window closed."""
+    counters = _read(engine, _COUNTERS)
+    counters["micro_steps"] -= counters["micro_steps"] % engine.gradient_accumulation_steps()
+    return counters
 
 
 def _hollow(wrapper: Any) -> None:

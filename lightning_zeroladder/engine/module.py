@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-__all__ = ["ModuleLedger", "is_partitioned", "reclaim_weights"]
+__all__ = ["ModuleLedger", "is_partitioned", "own_storage", "reclaim_weights", "wait_for_prefetches"]
 
 _HOOKS = (
     "_forward_hooks",
@@ -93,6 +93,14 @@ class ModuleLedger:
         for module in self._module.modules():
             if type(module._parameters) is not dict:
                 module._parameters = dict(module._parameters)
+
+
+def wait_for_prefetches(module: Module) -> None:
+    """Let gathers that stage 3 began ahead of time end; a step that broke off leaves some under way. A collective."""
+    under_way: dict[Parameter, Any] = getattr(module, "ds_inflight_param_registry", {})
+    while under_way:
+        _, handle = under_way.popitem()
+        handle.wait()
 
 
 def _batches(params: Iterable[Parameter]) -> Iterator[list[Parameter]]:

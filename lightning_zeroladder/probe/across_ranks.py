@@ -39,4 +39,4 @@ def across_ranks(values: Sequence[float], reduction: Literal["max", "mean"], dev
     """
     metric = _AcrossRanks(len(values), reduction).to(device)
     metric.update(torch.tensor(values, dtype=torch.float64, device=device))
-    return [float(value) for value in metric.compute()]
+    return [float(value) for value in metric.compute().reshape(-1)]

@@ -53,10 +53,13 @@ def untouched(folder: Path) -> Any:
 
 
 def weights_changed_while_held(folder: Path, *, frozen: bool) -> Any:
-    """The module's own weights, which a move does not write, change on one rank between hold and resume."""
+    """The module's own weights, which a move does not write, change between hold and resume.
+
+    On rank 0: a new engine broadcasts its weights, so those of other ranks are put right.
+    """
     walker = _trained(1, "bf16")
     held = walker.slot.hold()
-    if torch.distributed.get_rank() == 1:
+    if torch.distributed.get_rank() == 0:
         with torch.no_grad():
             name = "model.fixed" if frozen else "model.scale"
             walker.module.get_parameter(name).view(torch.int16)[0] ^= 1

@@ -55,7 +55,15 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def run_ranks(target: str, payload: Any, *, ranks: int, timeout_s: float, tmp_path: Path) -> list[Any]:
+def run_ranks(
+    target: str,
+    payload: Any,
+    *,
+    ranks: int,
+    timeout_s: float,
+    tmp_path: Path,
+    extra_env: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Run ``module:function`` with the payload on every rank and return what each returned, by rank.
 
     The test fails with the end of the output of the ranks concerned if one fails or the time is over.
@@ -66,6 +74,7 @@ def run_ranks(target: str, payload: Any, *, ranks: int, timeout_s: float, tmp_pa
         ranks: Processes to start.
         timeout_s: After this the processes are killed.
         tmp_path: Folder for output and results; used once.
+        extra_env: Environment variables of the ranks on top of the usual ones.
     """
     tmp_path.mkdir(parents=True, exist_ok=True)
     job = {"payload": payload, "timeout_s": timeout_s}
@@ -77,7 +86,7 @@ def run_ranks(target: str, payload: Any, *, ranks: int, timeout_s: float, tmp_pa
         for rank, output in enumerate(outputs):
             with output.open("wb") as stream:
                 command = [sys.executable, str(_HERE / "worker.py"), target, str(tmp_path)]
-                env = _environment(rank, ranks, port)
+                env = {**_environment(rank, ranks, port), **(extra_env or {})}
                 processes.append(subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT))
         problem = _wait(processes, timeout_s)
     finally:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from harness import run_cases
-from toys import CONFIG, gap, whole_weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from toys import CONFIG, gap, whole_weights
 
 from lightning_zeroladder.engine import groups
 from lightning_zeroladder.engine.lifecycle import EngineSlot
@@ -116,6 +116,7 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.03),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9, nesterov=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, eps=1e-3, centered=True, momentum=0.5),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, eps=1e-3),
     "adagrad-two-groups": lambda params: torch.optim.Adagrad(_groups(params, lr=2e-3), lr=1e-2, eps=1e-3),
     "adamw-two-groups": lambda params: torch.optim.AdamW(_groups(params, lr=1e-4, weight_decay=0.3), lr=3e-3, eps=1e-4),
     "sign-momentum": lambda params: SignMomentum(params, lr=1e-3),
@@ -227,7 +228,8 @@ def walk_fp32(folder: Path, *, name: str) -> Any:
             identical: list[bool] = identical,
         ) -> None:
             now = traces(walker.module)
-            leftovers += [f"{key}: {now.get(key)}" for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+            changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+            leftovers += [f"{key}: {before.get(key)} became {now.get(key)}" for key in changed]
             identical.append([id(param) for param in walker.module.parameters()] == identities)
 
         walker.walk(order, STEPS_PER_STAGE, look)

@@ -28,6 +28,7 @@ def plain_loop(stage: int, accumulate: int) -> tuple[list[float], dict[str, torc
     config |= {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": 0.0,  # what Lightning sets; DeepSpeed clips at 1 by itself
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(
@@ -41,7 +42,7 @@ def plain_loop(stage: int, accumulate: int) -> tuple[list[float], dict[str, torc
     micro_batches = MAX_STEPS * accumulate
     mine = samples(1000 * BATCH * ranks)[rank::ranks]
     for index in range(micro_batches):
-        loss = engine.module.loss((mine[index * BATCH : (index + 1) * BATCH],))
+        loss = engine((mine[index * BATCH : (index + 1) * BATCH],))
         engine.backward(loss / accumulate)  # Lightning divides as well; DeepSpeed then divides once more
         engine.step()
         losses.append(loss.item())
@@ -86,5 +87,11 @@ CASES = {
 }
 
 
+FOUR_RANKS = {
+    "fp32-k1": functools.partial(compare, accumulate=1, plain=(3,)),
+    "fp32-k4": functools.partial(compare, accumulate=4),
+}
+
+
 def run(payload: dict[str, Any]) -> dict[str, Any]:
-    return run_cases({name: CASES[name] for name in payload["cases"]}, payload["folder"])
+    return run_cases(FOUR_RANKS if payload["ranks"] == 4 else CASES, payload["folder"])

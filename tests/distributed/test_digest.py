@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from harness import outcome, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("digest")
     payload = {"folder": str(folder / "cases")}
-    return run_ranks("digest_cases:run", payload, ranks=2, timeout_s=120, tmp_path=folder)
+    return run_ranks("digest_cases:run", payload, ranks=2, timeout_s=200, tmp_path=folder)
 
 
 def test_an_undamaged_state_passes(results: list[dict[str, Any]]) -> None:

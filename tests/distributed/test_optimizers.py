@@ -21,6 +21,7 @@ NAMES = [
     "sgd",
     "sgd-momentum",
     "rmsprop",
+    "adagrad",
     "adagrad-two-groups",
     "adamw-two-groups",
     "sign-momentum",
@@ -41,6 +42,7 @@ def apart(ours: list[float], theirs: list[float]) -> float:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("order", ["0123210", "313", "230"])
 def test_fp32_losses_are_those_of_an_engine_never_replaced(
@@ -54,10 +56,9 @@ def test_fp32_losses_are_those_of_an_engine_never_replaced(
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_left_on_the_module_and_parameters_stay_themselves(
-    results: list[dict[str, Any]], name: str
-) -> None:
+def test_nothing_is_left_on_the_module_and_parameters_stay_themselves(results: list[dict[str, Any]], name: str) -> None:
     for data in outcome(results, f"fp32-{name}"):
         for label, order in data["orders"].items():
             assert order["leftovers"] == []
@@ -69,6 +70,7 @@ def test_nothing_is_left_on_the_module_and_parameters_stay_themselves(
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("order", ["0123210", "313", "2302"])
 def test_bf16_state_comes_back_bit_for_bit(results: list[dict[str, Any]], name: str, order: str) -> None:
@@ -78,6 +80,7 @@ def test_bf16_state_comes_back_bit_for_bit(results: list[dict[str, Any]], name: 
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["adamw", "invented"])
 def test_bf16_walk_deviates_no_more_than_fixed_stages_do(results: list[dict[str, Any]], name: str) -> None:
     for data in outcome(results, f"bf16-training-{name}"):

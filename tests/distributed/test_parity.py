@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 from harness import outcome, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
 TOLERANCE = 1e-6
 """Losses are below 2, so this is a few fp32 roundings: stages add gradients in another order, nothing else differs."""
-
-CASES = {
-    2: ["fp32-k1", "fp32-k4", "bf16-mixed-k1", "bf16-mixed-k4", "stages12-k1", "stages12-k4"],
-    4: ["fp32-k1", "fp32-k4"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +28,8 @@ def results(
     ranks: int = request.param
     if ranks not in launches:
         folder = tmp_path_factory.mktemp(f"parity-{ranks}")
-        payload = {"cases": CASES[ranks], "folder": str(folder / "cases")}
-        launches[ranks] = run_ranks("parity_cases:run", payload, ranks=ranks, timeout_s=200, tmp_path=folder)
+        payload = {"ranks": ranks, "folder": str(folder / "cases")}
+        launches[ranks] = run_ranks("parity_cases:run", payload, ranks=ranks, timeout_s=280, tmp_path=folder)
     return launches[ranks]
 
 
@@ -62,7 +57,6 @@ def test_fp32_walk_equals_fixed_stages_and_plain_deepspeed(results: list[dict[st
             assert max(differences(data["walk"]["losses"], losses)) <= TOLERANCE, f"fixed stage {stage}"
         for stage, losses in data["plain"].items():
             assert max(differences(data["walk"]["losses"], losses)) <= TOLERANCE, f"plain DeepSpeed stage {stage}"
-        assert data["plain"]
         gaps = [*data["weight_gaps"].values(), *data["plain_weight_gaps"].values()]
         # Adam divides a gradient by its own size: where that is close to zero, a rounding moves a weight by a share
         # of lr = 1e-3.
