@@ -193,9 +193,9 @@ class EngineSlot:
         self._ledger = ModuleLedger(self.module)
         try:
             self.engine = builder(self.client.optimizer if self.client is not None else None)
+            self._adopt_optimizer()
         finally:
             self._ledger.note_additions()
-        self._adopt_optimizer()
         self._keep_open_windows()
         return self.engine
 
