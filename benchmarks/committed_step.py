@@ -17,7 +17,7 @@ the 10th percentiles of all steps (the least disturbed ones). ``--null`` puts a 
 its ratio is what this benchmark shows where there is no difference.
 
 Goal: 1.003, floor 1.01. How: ``python benchmarks/committed_step.py [--stages 1 2 3] [--null]``. Needs: two idle cores
-(or two GPUs). Duration: about 2 minutes per stage.
+(or two GPUs). Duration: about 4 minutes per stage.
 """
 
 from __future__ import annotations

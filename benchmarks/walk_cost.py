@@ -15,7 +15,8 @@ truly fastest stage is found by long runs of every stage before and after the re
 often the ladder and the autotuner chose that stage.
 
 How: ``python benchmarks/walk_cost.py [--repeats 10] [--autotuner]``. Needs: two idle cores; for ``--autotuner`` the
-package tabulate. Duration: about 1 minute per repeat, 3 with the autotuner, plus 3 for the long runs.
+package tabulate. Duration: 1 to 4 minutes per repeat (noisy steps make longer trials), 2 more with the autotuner, plus
+3 for the long runs.
 """
 
 from __future__ import annotations

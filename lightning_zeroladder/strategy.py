@@ -170,6 +170,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        groups.leave_groups_at_exit()
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return

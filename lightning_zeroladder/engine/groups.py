@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["replace_backend", "use_cpu_accelerator", "without_compiled_shm_op"]
+import torch.distributed as dist
+
+__all__ = ["leave_groups_at_exit", "replace_backend", "use_cpu_accelerator", "without_compiled_shm_op"]
 
 _SHM_OP = "deepspeed_shm_comm"
 
@@ -29,6 +32,17 @@ def without_compiled_shm_op() -> Iterator[None]:
             del table[_SHM_OP]
         else:
             table[_SHM_OP] = before
+
+
+def leave_groups_at_exit() -> None:
+    """Close the process groups before the interpreter goes: gloo's threads abort the process if they outlive it."""
+    atexit.unregister(_leave_groups)
+    atexit.register(_leave_groups)
+
+
+def _leave_groups() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def use_cpu_accelerator() -> None:
