@@ -9,9 +9,11 @@ from statistics import stdev
 from lightning_zeroladder.ladder.statistics import summarize
 from lightning_zeroladder.ladder.types import LadderSettings, Measurement, Statistic
 
-__all__ = ["MIN_STEPS", "enough"]
+__all__ = ["FEW_STEPS", "MIN_STEPS", "enough"]
 
 MIN_STEPS = 10  # counted steps below which the spread itself is too uncertain to stop on
+FEW_STEPS = 5  # enough to tell a rung that is far from the best
+FAR = 0.10  # by how much, relative, the intervals have to be apart then: five steps may hide most of the noise
 SIGMAS = 3.0
 
 
@@ -19,7 +21,8 @@ def enough(step_s: Sequence[float], units_per_step: float, best: Measurement | N
     """Whether more steps cannot change the decision.
 
     True when the throughput is known to half of ``settings.tie``, or when its interval (3 standard errors either way)
-    lies further than ``settings.tie`` from that of ``best``, be it above or below.
+    lies further than ``settings.tie`` from that of ``best``, be it above or below. Before ``MIN_STEPS`` it has to lie
+    10 % away.
 
     Args:
         step_s: Seconds of each optimizer step counted so far, warm-up excluded.
@@ -27,10 +30,11 @@ def enough(step_s: Sequence[float], units_per_step: float, best: Measurement | N
         best: The fastest rung that fits so far, if there is one.
         settings: ``tie`` and ``exhaustive`` count here.
     """
-    if settings.exhaustive or len(step_s) < MIN_STEPS:
+    if settings.exhaustive or len(step_s) < FEW_STEPS:
         return False
+    few = len(step_s) < MIN_STEPS
     error = _relative_error(step_s)
-    if error <= settings.tie / 2.0:
+    if error <= settings.tie / 2.0 and not few:
         return True
     if best is None:
         return False
@@ -38,7 +42,8 @@ def enough(step_s: Sequence[float], units_per_step: float, best: Measurement | N
     # A best without spread hides its noise (equal or too few samples): assume that it is as noisy as this trial.
     best_error = best.relative_error if best.step_s.spread > 0 else error
     reach = SIGMAS * (rate * error + best.throughput * best_error)
-    return abs(rate - best.throughput) - reach > settings.tie * best.throughput
+    apart = max(FAR, settings.tie) if few else settings.tie
+    return abs(rate - best.throughput) - reach > apart * best.throughput
 
 
 def _relative_error(step_s: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from lightning_zeroladder.probe.memory import read_peak, reset_peak
 
 __all__ = ["Trial"]
 
-_CHECK_EVERY_STEPS = 10
+_CHECK_EVERY_STEPS = 5
 _PARTS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 

@@ -6,6 +6,7 @@ import pytest
 from ladder_cases import SETTINGS, measurement
 
 from lightning_zeroladder.ladder import MIN_STEPS, Measurement, enough
+from lightning_zeroladder.ladder.stopping import FEW_STEPS
 
 # 20 steps around 1 s: median 1, median absolute deviation 0.1, so the standard error is 1.2533 * 0.14826 / sqrt(20),
 # or 4.2 % of the step.
@@ -63,3 +64,12 @@ def test_best_without_spread_is_taken_as_noisy_as_this_trial() -> None:
 
 def test_steps_without_duration_say_nothing() -> None:
     assert not enough([0.0] * 20, 1000.0, None, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count", "expected"),
+    [(1.5, FEW_STEPS, True), (1.5, FEW_STEPS - 1, False), (1.08, FEW_STEPS, False), (1.08, MIN_STEPS, True)],
+)
+def test_a_few_steps_tell_a_rung_that_is_far_behind(seconds: float, count: int, expected: bool) -> None:
+    steps = [seconds + 0.002 * (-1) ** index for index in range(count)]
+    assert enough(steps, 1000.0, measurement(1.0, spread=0.002), SETTINGS) is expected
