@@ -164,6 +164,7 @@ def model_checkpoint(folder: Path) -> Any:
     def saved(run: Run) -> dict[str, Any]:
         callback = run.trainer.checkpoint_callback
         assert isinstance(callback, ModelCheckpoint)
+        run.trainer.strategy.barrier()  # rank 0 may still be deleting an older one
         kept = {Path(path).name: float(score) for path, score in callback.best_k_models.items()}
         files = sorted(path.name for path in Path(callback.dirpath or "").iterdir())
         parts = {path.name: any(path.rglob("*model_states.pt")) for path in Path(callback.dirpath or "").iterdir()}
