@@ -76,5 +76,9 @@ def test_the_config_runs_and_its_report_prints_again(tmp_path: Path) -> None:
     }
     options = [f"--{name}={value}" for name, value in arguments.items()]
     command = ["-m", "lightning_zeroladder", "fit", "--config", "configs/demo.yaml", *options]
-    assert_table(start(command, cwd=ROOT))
-    assert_table(start(["-m", "lightning_zeroladder", "report", str(run_dir)], cwd=ROOT))
+    printed = start(command, cwd=ROOT)
+    assert_table(printed)
+    again = start(["-m", "lightning_zeroladder", "report", str(run_dir)], cwd=ROOT)
+    assert_table(again)
+    shown = {line.rstrip() for line in printed.splitlines()}
+    assert [line for line in again.splitlines() if line.rstrip() not in shown] == []
