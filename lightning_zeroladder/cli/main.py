@@ -91,7 +91,8 @@ def _lightning(args: list[str] | None) -> int:
             args=args,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},
+            # Without a logger the config would go to the working directory, over a config.yaml of the user's.
+            save_config_callback=None,
         )
     except MisconfigurationException as error:
         return _fail(" ".join(str(error).split()))
