@@ -64,6 +64,8 @@ def test_the_demo_walks_commits_and_learns(tmp_path: Path) -> None:
 
 def test_the_config_runs_and_its_report_prints_again(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    own_config = tmp_path / "config.yaml"
+    own_config.write_text("# a config of the user's own\n")
     arguments = {
         "trainer.max_steps": 20,
         "trainer.default_root_dir": tmp_path,
@@ -78,6 +80,8 @@ def test_the_config_runs_and_its_report_prints_again(tmp_path: Path) -> None:
     command = ["-m", "lightning_zeroladder", "fit", "--config", "configs/demo.yaml", *options]
     printed = start(command, cwd=ROOT)
     assert_table(printed)
+    # `default_root_dir` is where LightningCLI would save a copy of the config.
+    assert own_config.read_text() == "# a config of the user's own\n"
     again = start(["-m", "lightning_zeroladder", "report", str(run_dir)], cwd=ROOT)
     assert_table(again)
     shown = {line.rstrip() for line in printed.splitlines()}
