@@ -1,7 +1,4 @@
-"""The options and messages that the README and the docs show are those of the program.
-
-That its commands, snippets, settings and links exist is tested in ``unit/test_readme.py``.
-"""
+"""What the README and the docs tell people to type exists, and what they quote is what the program says."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_zeroladder
 from lightning_zeroladder.cli import main
+from lightning_zeroladder.cli.main import _COMMANDS
 from lightning_zeroladder.report.data import DS_CONFIG_NAME, REPORT_NAME
 
 ROOT = Path(__file__).parents[1]
@@ -30,16 +28,20 @@ VALUES = r"\.\.\.|'[^']*'|\([^)]*\)|\bstage \d|\bbackward\b|\bmics_|\d[\d.]*|=| 
 """What a quotation shows where the source has a name, or leaves out."""
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, pages: list[Path] = PAGES) -> list[str]:
     return [
-        block for page in PAGES for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
     ]
+
+
+def command_lines(pages: list[Path] = PAGES) -> list[str]:
+    return [line for block in blocks("bash", pages) for line in block.splitlines() if line.strip()]
 
 
 def own_commands() -> list[list[str]]:
     """The arguments of every ``zeroladder`` or ``python -m lightning_zeroladder`` line."""
     found = []
-    for line in "".join(blocks("bash")).splitlines():
+    for line in command_lines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["zeroladder"]:
             found.append(words[1:])
@@ -66,6 +68,51 @@ def quoted_messages() -> list[str]:
     page = (ROOT / "docs" / "limits.md").read_text()
     cells = re.findall(r"^\| (`.*?) \| ", page, flags=re.MULTILINE)
     return [re.sub(r"^(`+) ?(.*?) ?\1$", r"\2", cell) for cell in cells]
+
+
+def test_there_is_something_to_check():
+    assert len(command_lines(PAGES[:1])) >= 5
+    assert len(blocks("python", PAGES[:1])) >= 4
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_every_command_exists(line):
+    words = shlex.split(line)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert words[1] in targets
+        return
+    assert words[:3] == ["python", "-m", "lightning_zeroladder"] or words[0] == "zeroladder"
+    assert words[3 if words[0] == "python" else 1] in _COMMANDS
+    for name in [word for word in words if word.endswith(".yaml")]:
+        assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_every_snippet_runs(code, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    exec(compile(code.replace('accelerator="auto"', 'accelerator="cpu"'), "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_every_yaml_names_real_arguments(text):
+    strategy = yaml.safe_load(text)["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_zeroladder.ZeroAutoStrategy"
+    assert set(strategy["init_args"]) <= set(
+        inspect.signature(lightning_zeroladder.ZeroAutoStrategy.__init__).parameters
+    )
+
+
+def test_the_table_of_settings_is_complete():
+    named = set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+    parameters = inspect.signature(lightning_zeroladder.ZeroAutoStrategy.__init__).parameters
+    assert named == set(parameters) - {"self", "deepspeed"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("args", [args for args in own_commands() if args[0] != "report"], ids=" ".join)
