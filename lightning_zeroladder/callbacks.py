@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_zeroladder.config import with_memory_limit
 from lightning_zeroladder.engine.boundary import at_boundary
 from lightning_zeroladder.engine.model_count import count_parameters
 from lightning_zeroladder.engine.observe import BackendObserver
@@ -36,7 +37,6 @@ from lightning_zeroladder.ladder import (
 )
 from lightning_zeroladder.probe.batch import samples_in, units_in
 from lightning_zeroladder.probe.clock import Phase, StepClock
-from lightning_zeroladder.probe.memory import default_memory_limit
 from lightning_zeroladder.probe.trial import Trial
 from lightning_zeroladder.report.data import (
     SCHEMA,
@@ -278,12 +278,10 @@ class LadderCallback(Callback):
                 f"LadderCallback profiles ZeRO stages; the Trainer uses {type(strategy).__name__}. Pass "
                 "strategy='zero_auto' (which adds the callback by itself) or strategy='deepspeed_stage_N'."
             )
-        if self.settings.memory_limit_bytes == 0:
-            limit = default_memory_limit(strategy.root_device, strategy.num_processes)
-            self.settings = replace(self.settings, memory_limit_bytes=limit)
         assert isinstance(strategy.config, dict)
         rung = Rung(int(strategy.config.get("zero_optimization", {}).get("stage", 0)))
-        self.settings = replace(self.settings, stages=(rung.stage,))
+        settings = with_memory_limit(self.settings, strategy.root_device, strategy.num_processes)
+        self.settings = replace(settings, stages=(rung.stage,))
         self._world_size, self._device = trainer.world_size, strategy.root_device
         self._open_journal(trainer)
         self._begin_trial(rung)

@@ -8,13 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zeroladder.ladder import LadderSettings, Rung, check_settings, normalize_stages
+from lightning_zeroladder.probe.memory import default_memory_limit
 from lightning_zeroladder.report.data import RunReport, read_report
 
-__all__ = ["check_config", "ladder_settings", "read_decision", "reconcile_accumulation", "rung_config"]
+__all__ = [
+    "check_config",
+    "ladder_settings",
+    "read_decision",
+    "reconcile_accumulation",
+    "rung_config",
+    "with_memory_limit",
+]
 
 _REMOVED_PREFIX = "mics_"
 
@@ -116,6 +125,19 @@ def ladder_settings(
     except ValueError as error:
         raise MisconfigurationException(f"ZeroAutoStrategy: {error}") from error
     return replace(settings, memory_limit_bytes=memory_limit_bytes or 0)
+
+
+def with_memory_limit(settings: LadderSettings, device: torch.device, local_ranks: int) -> LadderSettings:
+    """Return the settings with the memory limit of the device where the user gave none.
+
+    Args:
+        settings: A limit of 0 is replaced.
+        device: Device of this rank.
+        local_ranks: Ranks on this host.
+    """
+    if settings.memory_limit_bytes != 0:
+        return settings
+    return replace(settings, memory_limit_bytes=default_memory_limit(device, local_ranks))
 
 
 def read_decision(path: str | Path) -> RunReport:

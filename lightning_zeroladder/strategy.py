@@ -33,6 +33,7 @@ from lightning_zeroladder.config import (
     read_decision,
     reconcile_accumulation,
     rung_config,
+    with_memory_limit,
 )
 from lightning_zeroladder.costmodel import ModelCount
 from lightning_zeroladder.engine import groups
@@ -47,7 +48,6 @@ from lightning_zeroladder.placement import certain_floors, only_stage_3_holds
 from lightning_zeroladder.probe.across_ranks import across_ranks
 from lightning_zeroladder.probe.clock import Phase
 from lightning_zeroladder.probe.leftover import LeftoverMemory
-from lightning_zeroladder.probe.memory import default_memory_limit
 from lightning_zeroladder.report.data import Move, RunReport
 from lightning_zeroladder.requirements_check import (
     check_accelerator,
@@ -163,7 +163,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             groups.use_cpu_accelerator()
         # DeepSpeedStrategy's own version does one thing more than its parent's: it refuses everything but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
-        self._resolve_memory_limit()
+        self.settings = with_memory_limit(self.settings, self.root_device, self.num_processes)
         if trainer.state.fn == TrainerFn.FITTING:
             check_trainer(trainer)
             self._join_ladder(trainer)
@@ -506,11 +506,6 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     @property
     def _low_precision(self) -> bool:
         return bool(self.precision_plugin.precision != "32-true")
-
-    def _resolve_memory_limit(self) -> None:
-        if self.settings.memory_limit_bytes == 0:
-            limit = default_memory_limit(self.root_device, self.num_processes)
-            self.settings = replace(self.settings, memory_limit_bytes=limit)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
