@@ -7,7 +7,7 @@ rank exactly the elements its new engine owns, one bucket of parameters at a tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zeroladder.engine.batching import batched_by_size
 from lightning_zeroladder.engine.digest import checksum
 from lightning_zeroladder.engine.shards import Shard, is_replicated, live_shards, local_weights
 
@@ -109,13 +110,24 @@ def _device(engine: Any) -> torch.device:
 def _checksum_entries(engine: Any) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (``name/key``, checksum of what this rank holds, whether every rank holds it all)."""
     replicated = is_replicated(engine)
+    masters: dict[str, tuple[Tensor, Tensor]] = {}
     for shard in live_shards(engine):
         views, _ = _split_state(shard, engine.basic_optimizer)
         for key, view in views.items():
-            yield f"{shard.name}/{key}", checksum(view, shard.start), replicated
+            value = checksum(view, shard.start)
+            if key == MASTER:
+                masters[shard.name] = view, value
+            yield f"{shard.name}/{key}", value, replicated
     for name, param in engine.module.named_parameters():
         weights, start, whole = local_weights(param)
-        yield f"{name}/weights", checksum(weights, start), whole
+        master = masters.get(name)
+        # In fp32 stages 0 and 3 train the forward weights themselves: the same memory need not be read twice.
+        same = master is not None and _same_memory(master[0], weights)
+        yield f"{name}/weights", master[1] if master is not None and same else checksum(weights, start), whole
+
+
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    return (first.data_ptr(), first.numel(), first.dtype) == (second.data_ptr(), second.numel(), second.dtype)
 
 
 def global_checksums(engine: Any) -> dict[str, int]:
@@ -188,19 +200,6 @@ class _Entry:
     def nbytes(self) -> int:
         """Bytes of the whole tensor, rounded up to 8 so that the bucket can be added up as int64."""
         return -(-self.numel * self.dtype.itemsize // 8) * 8
-
-
-def _buckets(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-    bucket: list[_Entry] = []
-    filled = 0
-    for entry in entries:
-        if bucket and filled + entry.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(entry)
-        filled += entry.nbytes
-    if bucket:
-        yield bucket
 
 
 def _gather_bucket(bucket: list[_Entry], held: HeldState, device: torch.device) -> dict[tuple[str, str], Tensor]:
@@ -282,7 +281,7 @@ def pour(held: HeldState, engine: Any) -> None:
         for name, source in held.parameters.items()
         for key, piece in source.tensors.items()
     )
-    for bucket in _buckets(entries):
+    for bucket in batched_by_size(entries, lambda entry: entry.nbytes, BUCKET_BYTES):
         for (name, key), whole in _gather_bucket(bucket, held, _device(engine)).items():
             shard = shards[name]
             piece = whole.narrow(0, shard.start, shard.master.numel())

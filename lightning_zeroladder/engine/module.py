@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+
+from lightning_zeroladder.engine.batching import batched_by_size
 
 __all__ = ["ModuleLedger", "is_partitioned", "own_storage", "reclaim_weights", "wait_for_prefetches"]
 
@@ -103,20 +105,6 @@ def wait_for_prefetches(module: Module) -> None:
         handle.wait()
 
 
-def _batches(params: Iterable[Parameter]) -> Iterator[list[Parameter]]:
-    batch: list[Parameter] = []
-    elements = 0
-    for param in params:
-        numel = int(getattr(param, "ds_numel", param.numel()))
-        if batch and elements + numel > _GATHER_ELEMENTS:
-            yield batch
-            batch, elements = [], 0
-        batch.append(param)
-        elements += numel
-    if batch:
-        yield batch
-
-
 def reclaim_weights(module: Module) -> list[tuple[Parameter, Tensor]]:
     """Return every parameter with whole weights of its own: gathered after stage 3, out of flat buffers after 1 and 2.
 
@@ -127,7 +115,7 @@ def reclaim_weights(module: Module) -> list[tuple[Parameter, Tensor]]:
 
     owned: list[tuple[Parameter, Tensor]] = []
     partitioned = [param for param in module.parameters() if is_partitioned(param)]
-    for batch in _batches(partitioned):
+    for batch in batched_by_size(partitioned, lambda param: int(cast(Any, param).ds_numel), _GATHER_ELEMENTS):
         with GatheredParameters(batch), torch.no_grad():
             owned.extend((param, param.detach().clone()) for param in batch)
     for param in module.parameters():
