@@ -6,7 +6,7 @@ afterwards the original is back and nothing is left in the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,6 +36,9 @@ _COLLECTIVES = frozenset(
 
 Span = Callable[[], AbstractContextManager[None]]
 
+Note = Callable[[str, tuple[Any, ...], Mapping[str, Any]], None]
+"""Called with the name and the arguments of each collective before it begins."""
+
 
 class _TimedWork:
     """A work handle whose wait is seen."""
@@ -54,8 +57,8 @@ class _TimedWork:
 class _Proxy:
     """Looks like the backend and opens a span around each collective and each wait for one."""
 
-    def __init__(self, backend: Any, span: Span) -> None:
-        self.__dict__.update(_backend=backend, _span=span, _wrapped={})
+    def __init__(self, backend: Any, span: Span, note: Note | None) -> None:
+        self.__dict__.update(_backend=backend, _span=span, _note=note, _wrapped={})
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._backend, name, value)
@@ -66,11 +69,13 @@ class _Proxy:
             return target
         wrapped = self._wrapped.get(name)
         if wrapped is None:
-            wrapped = self._wrapped[name] = self._wrap(target)
+            wrapped = self._wrapped[name] = self._wrap(name, target)
         return wrapped
 
-    def _wrap(self, target: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, name: str, target: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._note is not None:
+                self._note(name, args, kwargs)
             with self._span():
                 result = target(*args, **kwargs)
             return _TimedWork(result, self._span) if hasattr(result, "wait") else result
@@ -84,10 +89,12 @@ class BackendObserver:
     Args:
         span: Makes a context manager that is entered for as long as the calling thread is inside a collective or
             waits for one.
+        note: Told of each collective, to count it.
     """
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, note: Note | None = None) -> None:
         self._span = span
+        self._note = note
         self._original: Any = None
 
     def start(self) -> None:
@@ -95,7 +102,7 @@ class BackendObserver:
         if self._original is None:
             original = replace_backend(None)
             self._original = original
-            replace_backend(_Proxy(original, self._span) if original is not None else None)
+            replace_backend(_Proxy(original, self._span, self._note) if original is not None else None)
 
     def stop(self) -> None:
         """Put the backend back. Idempotent."""
