@@ -5,15 +5,27 @@ Importing the package makes the name ``zero_auto`` known to Lightning.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_zeroladder.callbacks import LadderCallback
+    from lightning_zeroladder.checkpoint.converting import convert
+    from lightning_zeroladder.checkpoint.exporting import export
+    from lightning_zeroladder.checkpoint.inspecting import inspect
+    from lightning_zeroladder.proving import prove
     from lightning_zeroladder.strategy import ZeroAutoStrategy
 
-__all__ = ["LadderCallback", "ZeroAutoStrategy", "register"]
+__all__ = ["LadderCallback", "ZeroAutoStrategy", "convert", "export", "inspect", "prove", "register"]
+
+_FUNCTIONS = {
+    "convert": "checkpoint.converting",
+    "export": "checkpoint.exporting",
+    "inspect": "checkpoint.inspecting",
+    "prove": "proving",
+}
 
 
 def register() -> None:
@@ -36,6 +48,8 @@ def __getattr__(name: str) -> Any:
         from lightning_zeroladder.callbacks import LadderCallback
 
         return LadderCallback
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f"lightning_zeroladder.{_FUNCTIONS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

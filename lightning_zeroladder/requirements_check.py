@@ -63,8 +63,9 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse what DeepSpeed cannot do in a fit.
 
     Raises:
-        MisconfigurationException: For clipping by value and for callbacks that cannot work.
+        MisconfigurationException: For clipping by value, callbacks that cannot work, and remote checkpoint folders.
     """
+    _check_checkpoint_folders(trainer)
     algorithm = trainer.gradient_clip_algorithm
     if trainer.gradient_clip_val and algorithm is not None and algorithm.value == "value":
         raise MisconfigurationException(
@@ -75,6 +76,17 @@ def check_trainer(trainer: pl.Trainer) -> None:
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise MisconfigurationException(f"{type(callback).__name__} does not work with zero_auto: {reason}.")
+
+
+def _check_checkpoint_folders(trainer: pl.Trainer) -> None:
+    """Refuse to find out at the first save that DeepSpeed writes local files only."""
+    for callback in trainer.checkpoint_callbacks:
+        folder = str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+        if "://" in folder:
+            raise MisconfigurationException(
+                f"{type(callback).__name__} would save to {folder}. DeepSpeed writes its shards as local files: use a "
+                "folder that every host sees (ModelCheckpoint(dirpath=...), default_root_dir), and copy from there."
+            )
 
 
 def shardable_stages(trainer: pl.Trainer, stages: Sequence[int]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroladder.callbacks import LadderCallback
+from lightning_zeroladder.checkpoint.folders import refuse_remote
 from lightning_zeroladder.config import (
     check_config,
     ladder_settings,
@@ -42,8 +43,11 @@ from lightning_zeroladder.engine.fragments import DamagedState, UnmovableState
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
 from lightning_zeroladder.engine.model_count import count_parameters, meta_count
 from lightning_zeroladder.engine.optimizer_probe import OptimizerState, probe_optimizer
+from lightning_zeroladder.engine.restore import restore
+from lightning_zeroladder.engine.save import SaveContext, save
 from lightning_zeroladder.ladder import Rung
 from lightning_zeroladder.ladder.types import ZERO_STAGES
+from lightning_zeroladder.lightning_entries import describe_load, lightning_entries
 from lightning_zeroladder.placement import certain_floors, only_stage_3_holds
 from lightning_zeroladder.probe.across_ranks import across_ranks
 from lightning_zeroladder.probe.clock import Phase
@@ -61,6 +65,9 @@ if TYPE_CHECKING:
     import deepspeed
 
 __all__ = ["ZeroAutoStrategy"]
+
+_LIGHTNING_TAG = "checkpoint"
+"""Folder inside a checkpoint in which Lightning has DeepSpeed save."""
 
 _LEFTOVER_WORTH_SAYING = 0.01
 """Share of the memory limit."""
@@ -94,6 +101,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         run_dir: str | Path | None = None,
         exhaustive: bool = False,
         decision: str | Path | None = None,
+        save_universal: bool = False,
+        trusted_checkpoints: bool = False,
         **deepspeed: Any,
     ) -> None:
         """Take the settings; nothing is built yet.
@@ -109,6 +118,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             run_dir: Where the journal and report go. Default: ``<default_root_dir>/zero_ladder``.
             exhaustive: Try every stage to its full number of steps.
             decision: ``report.json`` (or its folder) of an earlier run: start at the stage decided there.
+            save_universal: Leave a copy in DeepSpeed's universal format in every checkpoint.
+            trusted_checkpoints: Run the code that a loaded checkpoint names, which is needed where it holds objects of
+                one's own classes (hyperparameters, callbacks). Without it such a checkpoint is refused.
             **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
 
         Raises:
@@ -123,6 +135,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self.settings = ladder_settings(stages, steps_per_rung, warmup_steps, headroom, memory_limit_bytes, exhaustive)
         self.rung: Rung | None = None
         self._decided = read_decision(decision) if decision is not None else None
+        self._save_universal = save_universal
+        self._trusted_checkpoints = trusted_checkpoints
+        self._factored = False
         self._tokens_per_batch = tokens_per_batch
         self._run_dir = Path(run_dir) if run_dir is not None else None
         self._slot: EngineSlot | None = None
@@ -210,6 +225,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             optimizer, scheduler = self._init_optimizers()
         self._slot = EngineSlot(model, optimizer)
         state = probe_optimizer(optimizer) if optimizer is not None else None
+        self._factored = bool(state is not None and state.other)
         if optimizer is not None:
             check_optimizer(optimizer, state, self.settings.stages)
         return_freed_memory()
@@ -392,6 +408,55 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         for closure in self._window:
             result = super().optimizer_step(self.optimizers[0], closure, model, **kwargs)
         return result
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        assert self._slot is not None
+        target = Path(self.broadcast(refuse_remote(filepath)))
+
+        def write(folder: Path) -> None:
+            super(ZeroAutoStrategy, self).save_checkpoint(checkpoint, folder, storage_options)
+
+        context = SaveContext(str(self._trainer.precision), self.local_rank)
+        save(
+            self._slot.engine,
+            self._slot.client,
+            target,
+            write,
+            context,
+            tag=_LIGHTNING_TAG,
+            universal=self._save_universal,
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of any ZeRO stage and world size, native or universal, into the running engine.
+
+        Raises:
+            BadCheckpoint: If it is damaged or incomplete; on every rank, before anything is changed.
+            CheckpointMismatch: If it belongs to another model or optimizer.
+        """
+        if self.load_full_weights and self.zero_stage_3:
+            return dict(super().load_checkpoint(checkpoint_path, weights_only))
+        assert self._slot is not None
+        assert self.rung is not None
+        trainer, path = self._trainer, self.broadcast(str(checkpoint_path))
+        client = self._slot.client if trainer.state.fn == TrainerFn.FITTING else None
+        restored = restore(
+            self._slot.engine,
+            client,
+            path,
+            strict=trainer.lightning_module.strict_loading,
+            without_frozen=self.exclude_frozen_parameters,
+            factored=self._factored,
+            trusted=self._trusted_checkpoints,
+        )
+        rank_zero_info(describe_load(restored.opened, self.rung.stage, self.world_size))
+        if restored.kept:
+            rank_zero_warn(f"The checkpoint has no {', '.join(restored.kept[:5])}: these kept the values they had.")
+        return lightning_entries(restored, trainer)
 
     def note_batch_size(self, samples: int | None) -> None:
         """Take the micro-batch size from the first batch where the dataloader did not tell it."""

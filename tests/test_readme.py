@@ -7,12 +7,17 @@ import importlib
 import inspect
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the maker of checkpoints, under any import mode
+
+from faults import Job, make_layouts
 
 import lightning_zeroladder
 from lightning_zeroladder.cli import main
@@ -115,7 +120,10 @@ def test_every_relative_link_leads_somewhere(page):
         assert "://" in target or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("args", [args for args in own_commands() if args[0] != "report"], ids=" ".join)
+LIGHTNING = ("fit", "validate", "test", "predict")
+
+
+@pytest.mark.parametrize("args", [args for args in own_commands() if args[0] in LIGHTNING], ids=" ".join)
 def test_the_options_of_fit_parse(args, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))
@@ -130,6 +138,36 @@ def test_the_options_of_report_parse(args, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # there is no report: 1 says that the arguments were understood, 2 that they were not
     assert main(args) == 1
     assert "no report at" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_layouts(tmp_path_factory.mktemp("layouts"), 0, Job())["stage 2"]
+
+
+@pytest.mark.parametrize(
+    "args", [args for args in own_commands() if args[0] in ("inspect", "convert", "export")], ids=" ".join
+)
+def test_commands_on_checkpoints_run(args, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
+    assert main(args) == 0
+    for made in [word for word in args[2:3] if not word.startswith("--")]:
+        assert (tmp_path / made).exists()
+
+
+@pytest.mark.parametrize("args", [args for args in own_commands() if args[0] == "plan"], ids=" ".join)
+def test_plans_are_made(args, capsys):
+    assert main(args) == 0
+    assert "is the fastest that fits" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("args", [args for args in own_commands() if args[0] == "prove"], ids=" ".join)
+def test_the_options_of_prove_parse(args, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # no step to take: 1 says that everything else was understood
+    assert (ROOT / args[args.index("--config") + 1]).is_file()
+    assert main([*args, "--steps", "0"]) == 1
+    assert "steps=0: must be at least 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", blocks("python"))

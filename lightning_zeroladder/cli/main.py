@@ -17,7 +17,12 @@ _COMMANDS: dict[str, str] = {
     "validate": "run the validation loop (LightningCLI)",
     "test": "run the test loop (LightningCLI)",
     "predict": "run the prediction loop (LightningCLI)",
+    "plan": "predict memory, traffic and throughput of each stage from numbers",
     "report": "print the table of a run's ladder again",
+    "inspect": "say what a checkpoint is, what it loads into, and whether it is whole",
+    "convert": "convert a checkpoint: to universal, or to another stage and number of ranks",
+    "export": "write the whole weights of a checkpoint as safetensors",
+    "prove": "train, save, resume on other ranks at another stage, and compare the losses",
 }
 
 
@@ -40,11 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = args
     if name not in _COMMANDS:
         return _fail(f"unknown command {name!r}; choose from {', '.join(_COMMANDS)}", status=2)
-    run: Callable[[], int] = (
-        (lambda: _report(rest)) if name == "report" else (lambda: _lightning(None if argv is None else args))
-    )
+    own: dict[str, Callable[[list[str]], int]] = {
+        "report": _report,
+        "inspect": _checkpoints,
+        "convert": _checkpoints,
+        "export": _checkpoints,
+        "prove": _prove,
+        "plan": _plan,
+    }
     try:
-        return run()
+        if name not in own:
+            return _lightning(None if argv is None else args)
+        return own[name](args if own[name] is _checkpoints else rest)
     except SystemExit as stop:  # how argparse and jsonargparse end on --help and on wrong arguments
         if isinstance(stop.code, str):
             return _fail(stop.code)
@@ -71,6 +83,44 @@ def _report(args: list[str]) -> int:
     else:
         print_report(report)
     return 0
+
+
+def _checkpoints(args: list[str]) -> int:
+    from lightning_zeroladder.checkpoint.errors import BadCheckpoint, CheckpointMismatch
+    from lightning_zeroladder.cli import checkpoints
+
+    name, *rest = args
+    commands = {
+        "inspect": checkpoints.run_inspect,
+        "convert": checkpoints.run_convert,
+        "export": checkpoints.run_export,
+    }
+    try:
+        return commands[name](rest)
+    except (BadCheckpoint, CheckpointMismatch, ValueError, OSError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was left behind", status=130)
+
+
+def _plan(args: list[str]) -> int:
+    from lightning_zeroladder.cli.plan import run_plan
+
+    try:
+        return run_plan(args)
+    except ValueError as error:
+        return _fail(str(error))
+
+
+def _prove(args: list[str]) -> int:
+    from lightning_zeroladder.cli.prove import run_prove
+
+    try:
+        return run_prove(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was left behind", status=130)
 
 
 def _lightning(args: list[str] | None) -> int:

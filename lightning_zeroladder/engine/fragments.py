@@ -8,7 +8,7 @@ rank exactly the elements its new engine owns, one bucket of parameters at a tim
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,17 @@ from lightning_zeroladder.engine.batching import batched_by_size
 from lightning_zeroladder.engine.digest import checksum
 from lightning_zeroladder.engine.shards import Shard, is_replicated, live_shards, local_weights
 
-__all__ = ["DamagedState", "HeldParameter", "HeldState", "UnmovableState", "pour", "take"]
+__all__ = [
+    "DamagedState",
+    "HeldParameter",
+    "HeldState",
+    "OwnerState",
+    "UnmovableState",
+    "check_alike",
+    "install",
+    "pour",
+    "take",
+]
 
 MASTER = "fp32"
 """Key of the fp32 weights among a fragment's tensors."""
@@ -46,12 +56,14 @@ class HeldParameter:
         start: First element held, within the flattened parameter.
         tensors: One-dimensional pieces by state key; the fp32 weights under ``fp32``.
         scalars: State that is one value per parameter, by key.
+        others: Whole tensors of another shape than the parameter's, by key: stage 0 alone can take them.
     """
 
     numel: int
     start: int
     tensors: dict[str, Tensor]
     scalars: dict[str, Any]
+    others: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,21 @@ def _split_state(shard: Shard, optimizer: Optimizer) -> tuple[dict[str, Tensor],
                 "between ZeRO stages. Use an element-wise optimizer (AdamW, SGD, Lion, ...), or one fixed stage."
             )
     return views, scalars
+
+
+def _shared_steps(optimizer: Optimizer) -> dict[int, int]:
+    """Return the step count of each parameter, by identity, where DeepSpeed's FusedAdam has one for a whole group.
+
+    It counts in the state of the last parameter that had a gradient, and leaves the others' at where they began.
+    """
+    if type(optimizer).__name__ != "FusedAdam":
+        return {}
+    steps: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        states = [optimizer.state.get(param, {}) for param in group["params"]]
+        reached = max((state["step"] for state in states if "step" in state), default=0)
+        steps.update({id(param): reached for param in group["params"]})
+    return steps
 
 
 def _copy_scalar(value: Any) -> Any:
@@ -178,8 +205,11 @@ def take(engine: Any) -> HeldState:
     checksums = global_checksums(engine)
     replicated, rank, world_size = is_replicated(engine), dist.get_rank(), dist.get_world_size()
     parameters: dict[str, HeldParameter] = {}
+    steps = _shared_steps(engine.basic_optimizer)
     for shard in live_shards(engine):
         views, scalars = _split_state(shard, engine.basic_optimizer)
+        if "step" in scalars and id(shard.owner) in steps:
+            scalars["step"] = steps[id(shard.owner)]
         skip, held = _share(shard.numel, rank, world_size) if replicated else (0, shard.master.numel())
         tensors = {key: view.narrow(0, skip, held).detach().to("cpu", copy=True) for key, view in views.items()}
         copied = {key: _copy_scalar(value) for key, value in scalars.items()}
@@ -223,24 +253,41 @@ def _gather_bucket(bucket: list[_Entry], held: HeldState, device: torch.device) 
     return whole
 
 
-def _install_empty_state(shards: list[Shard], held: HeldState, optimizer: Optimizer) -> None:
-    """Give every owner tensor a zeroed state with the held keys and single values."""
-    optimizer.state.clear()
-    # Keys stay in the order they came in: every rank must list the state tensors alike.
-    scalars_of: dict[int, tuple[str, dict[str, Any], list[str]]] = {}
+def check_alike(shards: list[Shard], held: Mapping[str, HeldParameter]) -> None:
+    """Check that parameters which are stepped as one flat tensor have the same state keys and single values.
+
+    Raises:
+        UnmovableState: If two of them differ.
+    """
+    first_of: dict[int, tuple[str, dict[str, Any], list[str]]] = {}
     for shard in shards:
-        source = held.parameters[shard.name]
-        keys = [key for key in source.tensors if key != MASTER]
-        first = scalars_of.setdefault(id(shard.owner), (shard.name, source.scalars, keys))
+        source = held[shard.name]
+        keys = _state_keys(source)
+        first = first_of.setdefault(id(shard.owner), (shard.name, source.scalars, keys))
         if first[2] != keys or not _same_scalars(first[1], source.scalars):
             raise UnmovableState(
                 f"Parameters '{first[0]}' and '{shard.name}' are stepped as one flat tensor at this stage but carry "
                 f"different optimizer state ({first[2]} {first[1]} and {keys} {source.scalars}). "
                 "Put them in separate parameter groups, or use one fixed stage."
             )
-        if not keys and not source.scalars:
+
+
+def _state_keys(source: HeldParameter) -> list[str]:
+    """Return the keys in the order they came in: every rank must list the state tensors alike."""
+    return [key for key in source.tensors if key != MASTER]
+
+
+def _install_empty_state(shards: list[Shard], held: Mapping[str, HeldParameter], optimizer: Optimizer) -> None:
+    """Give every owner tensor a zeroed state with the held keys and single values."""
+    check_alike(shards, held)
+    optimizer.state.clear()
+    for shard in shards:
+        source = held[shard.name]
+        keys = _state_keys(source)
+        if not keys and not source.scalars and not source.others:
             continue
         state = optimizer.state[shard.owner]
+        state.update(source.others)
         for key in keys:
             if key not in state:
                 state[key] = torch.zeros_like(shard.owner, dtype=source.tensors[key].dtype, requires_grad=False)
@@ -275,7 +322,7 @@ def pour(held: HeldState, engine: Any) -> None:
         odd = ", ".join(sorted(shards.keys() ^ held.parameters.keys()))
         raise DamagedState(f"The optimized parameters changed during a move: {odd}. Training stopped.")
     optimizer: Optimizer = engine.basic_optimizer
-    _install_empty_state(list(shards.values()), held, optimizer)
+    _install_empty_state(list(shards.values()), held.parameters, optimizer)
     entries = (
         _Entry(name, key, source.numel, piece.dtype)
         for name, source in held.parameters.items()
@@ -288,6 +335,70 @@ def pour(held: HeldState, engine: Any) -> None:
             target = shard.master if key == MASTER else shard.slice_of(optimizer.state[shard.owner][key])
             target.copy_(piece)
     _compare(held.checksums, global_checksums(engine))
+
+
+class OwnerState:
+    """Room on the host for the optimizer state of each tensor that the torch optimizer steps.
+
+    Pieces are read straight into it, and the tensors then become the optimizer's state as they are.
+
+    Args:
+        shards: All shards of an engine.
+    """
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        for shard in shards:
+            self._places.setdefault(id(shard.owner), []).append((shard.offset, shard.master.numel()))
+        self.tensors: dict[int, dict[str, Tensor]] = {}
+
+    def place(self, shard: Shard, key: str, dtype: torch.dtype) -> Tensor:
+        """Return where the state of a shard goes; its content is undefined."""
+        made = self.tensors.setdefault(id(shard.owner), {})
+        if key not in made:
+            made[key] = torch.empty(shard.owner.numel(), dtype=dtype)
+            self._clear_padding(made[key], self._places[id(shard.owner)])
+        whole = made[key]
+        if whole.dtype != dtype:
+            raise UnmovableState(
+                f"'{key}' of parameter '{shard.name}' is {dtype}, that of others stepped with it is {whole.dtype}. Put "
+                "them in separate parameter groups, or use stages=(0,)."
+            )
+        return whole.narrow(0, shard.offset, shard.master.numel())
+
+    @staticmethod
+    def _clear_padding(whole: Tensor, places: list[tuple[int, int]]) -> None:
+        reached = 0
+        for offset, numel in sorted(places):
+            whole[reached:offset].zero_()
+            reached = max(reached, offset + numel)
+        whole[reached:].zero_()
+
+
+def install(parameters: Mapping[str, HeldParameter], owners: OwnerState, engine: Any) -> None:
+    """Write state into a freshly built engine, of which this rank has exactly what the engine keeps on it.
+
+    The weights used in forward are not written: see `engine.publish`. Not a collective.
+
+    Args:
+        parameters: By name, every parameter that the engine optimizes; only those that `check_alike` has passed.
+        owners: Their element-wise optimizer state.
+        engine: A live ``DeepSpeedEngine`` that has not stepped.
+    """
+    optimizer: Optimizer = engine.basic_optimizer
+    optimizer.state.clear()
+    for shard in live_shards(engine):
+        source = parameters[shard.name]
+        shard.master.copy_(source.tensors[MASTER])
+        tensors = owners.tensors.get(id(shard.owner), {})
+        if not tensors and not source.scalars and not source.others:
+            continue
+        state = optimizer.state[shard.owner]
+        for key, tensor in tensors.items():  # in their order: every rank must list the state tensors alike
+            if key not in state:
+                state[key] = tensor.view(shard.owner.shape).to(shard.owner.device)
+        for key, value in {**source.scalars, **source.others}.items():
+            state.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
 
 
 def _compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:

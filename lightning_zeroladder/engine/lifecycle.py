@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_zeroladder.engine.module import (
 from lightning_zeroladder.engine.shards import live_shards, local_weights
 from lightning_zeroladder.probe.memory import trim_host_memory
 
-__all__ = ["ClientOptimizer", "EngineSlot", "HeldRun", "born_partitioned", "return_freed_memory"]
+__all__ = ["ClientOptimizer", "EngineSlot", "HeldRun", "born_partitioned", "return_freed_memory", "write_scaler"]
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_global_grad_norm", "_step_applied")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -57,6 +57,21 @@ class ClientOptimizer:
         self.optimizer.param_groups[:] = [group for group, _ in self._params]
         self.optimizer.state.clear()
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups with their hyperparameters."""
+        return [group for group, _ in self._params]
+
+    def names(self, module: Module) -> list[list[str]]:
+        """Return the names of the parameters of each group."""
+        names = {param: name for name, param in module.named_parameters()}
+        return [[names[param] for param in params if param in names] for _, params in self._params]
+
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set everything in the groups but their parameters, as ``load_state_dict`` of a torch optimizer does."""
+        for (group, _), values in zip(self._params, groups, strict=False):
+            group.update({key: value for key, value in values.items() if key not in ("params", "param_names")})
+
     @contextmanager
     def keeping_hyperparameters(self) -> Iterator[None]:
         """Keep everything in the groups but their parameters as it is now, whatever happens inside."""
@@ -86,10 +101,15 @@ def _read(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names if getattr(source, name, None) is not None}
 
 
-def _write(target: Any, values: dict[str, Any]) -> None:
+def _write(target: Any, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if hasattr(target, name):
             setattr(target, name, value)
+
+
+def write_scaler(engine: Any, state: Mapping[str, Any]) -> None:
+    """Set the state of the engine's loss scaler, where it has one."""
+    _write(_scaler(engine), {name: value for name, value in state.items() if name in _SCALER_STATE})
 
 
 def return_freed_memory() -> None:
@@ -233,6 +253,8 @@ class EngineSlot:
         ours.state.update(made.state)
         wrapper.optimizer = ours
         wrapper._link_all_hp_params()
+        if int(self.engine.zero_optimization_stage()) < 3:
+            wrapper._param_slice_mappings = wrapper._create_param_mapping()  # goes into checkpoints
 
     def _undo_trial_step(self) -> None:
         """Take back the step with zero gradients by which stage 0 in low precision allocates its state.

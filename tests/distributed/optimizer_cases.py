@@ -112,6 +112,7 @@ def _groups(params: list[nn.Parameter], **second: Any) -> list[dict[str, Any]]:
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3, eps=1e-4),
+    "adamw-fused": lambda params: torch.optim.AdamW(params, lr=3e-3, eps=1e-4, fused=True),
     "adam-amsgrad": lambda params: torch.optim.Adam(params, lr=3e-3, eps=1e-4, amsgrad=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.03),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9, nesterov=True),

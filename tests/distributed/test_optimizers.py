@@ -17,6 +17,7 @@ TOLERANCE = 1e-6
 
 NAMES = [
     "adamw",
+    "adamw-fused",
     "adam-amsgrad",
     "sgd",
     "sgd-momentum",

@@ -41,6 +41,61 @@ def test_each_optimizer_wrapper_has_the_lists_its_layout_reads(wrapper, attribut
     assert wrapper.__name__ in shards._LAYOUTS
 
 
+def test_fp32_weights_are_published_by_deepspeeds_own_methods():
+    for wrapper in (DeepSpeedZeroOptimizer, BF16_Optimizer):
+        assert callable(wrapper.update_lp_params)
+    for name in ("checkpoint_event_prologue", "checkpoint_event_epilogue"):
+        assert callable(getattr(DeepSpeedZeroOptimizer_Stage3, name))
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
+    for name in ("fp16_partitioned_groups_flat", "fp16_partitioned_groups", "unflatten"):
+        assert f"self.{name} = " in source
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        (
+            DeepSpeedEngine._common_checkpoint_state,
+            ["module=", "buffer_names=", "optimizer=", "param_shapes=", "frozen_param_shapes=", "shared_params="],
+        ),
+        (
+            DeepSpeedEngine._common_checkpoint_state,
+            [
+                "frozen_param_fragments=",
+                "global_steps=",
+                "global_samples=",
+                "dp_world_size=",
+                "ds_config=",
+                "ds_version=",
+            ],
+        ),
+        (
+            DeepSpeedZeroOptimizer.state_dict,
+            ["BASE_OPTIMIZER_STATE", "SINGLE_PARTITION_OF_FP32_GROUPS", "GROUP_PADDINGS", "PARAM_SLICE_MAPPINGS"],
+        ),
+        (DeepSpeedZeroOptimizer_Stage3._rigid_state_dict, ["OPTIMIZER_STATE_DICT", "FP32_FLAT_GROUPS", "ZERO_STAGE"]),
+        (FP16_UnfusedOptimizer.state_dict, ["fp32_groups", "OPTIMIZER_STATE_DICT", "cur_scale"]),
+        (FP16_Optimizer.state_dict, ["fp32_groups_flat", "OPTIMIZER_STATE_DICT"]),
+    ],
+)
+def test_checkpoints_are_laid_out_as_they_are_read(method, keys):
+    source = inspect.getsource(method)
+    for key in keys:
+        assert key in source
+
+
+def test_the_files_of_a_checkpoint_have_the_names_that_are_looked_for():
+    source = inspect.getsource(DeepSpeedEngine._get_ckpt_name) + inspect.getsource(
+        DeepSpeedEngine._get_rank_zero_ckpt_name
+    )
+    for part in ("zero_pp_rank_", "_mp_rank_", "_model_states.pt", "_optim_states.pt"):
+        assert part in source
+
+
+def test_the_slice_mappings_of_stages_1_and_2_can_be_made_again():
+    assert callable(DeepSpeedZeroOptimizer._create_param_mapping)
+
+
 def test_fragments_of_stages_1_and_2_say_where_they_are():
     assert {"lp_fragment_address", "hp_fragment_address"} <= set(tensor_fragment.__dataclass_fields__)
     assert set(fragment_address.__dataclass_fields__) == {"numel", "start"}
@@ -138,6 +193,8 @@ def test_the_shm_op_is_off_only_inside():
         "_initialize_deepspeed_train",
         "_set_deepspeed_activation_checkpointing",
         "_setup_model_and_optimizer",
+        "load_checkpoint",
+        "save_checkpoint",
         "model_sharded_context",
         "setup_distributed",
         "setup_environment",
