@@ -15,7 +15,8 @@ What is measured (117.6 M parameters, 4 ranks, bf16, AdamW; the checkpoints come
 
 Everybody finds the source in memory, which a reading before the repeats brings there, and nothing waiting to be written
 to disk. The contenders take turns, the order is reversed in every second repeat, and outputs are removed at once.
-Medians are printed; the ratios are medians of the ratios within a repeat.
+Medians are printed; the ratios are medians of the ratios within a repeat. A measurement that other programs disturb is
+done again.
 
 Stage 0 is not against DeepSpeed's converter, which finds no optimizer states there and fails.
 ``--large`` adds 508 M parameters (stage 3, 4 ranks) by writing the state of the smaller model several times over.
@@ -45,6 +46,7 @@ from statistics import median
 from common import heading, quiet
 from gpt import (
     Process,
+    Quiet,
     Shape,
     files_below,
     find_in_memory,
@@ -115,7 +117,12 @@ def contenders(checkpoint: Path, *, peer: bool) -> dict[str, Contender]:
     return named
 
 
-def take_turns(named: dict[str, Contender], repeats: int, folder: Path) -> dict[str, list[Process]]:
+def _once(contender: Contender, folder: Path) -> Process:
+    with fresh(folder) as out:
+        return contender(out)
+
+
+def take_turns(named: dict[str, Contender], repeats: int, folder: Path, quietly: Quiet) -> dict[str, list[Process]]:
     """Run all of them in turns, after one of each that is not counted."""
     measured: dict[str, list[Process]] = {name: [] for name in named}
     for repeat in range(repeats + 1):
@@ -123,8 +130,7 @@ def take_turns(named: dict[str, Contender], repeats: int, folder: Path) -> dict[
         for name in order:
             if repeat == 0 and name in _BOTH:
                 continue  # what its first start costs is gone: its imports have been measured
-            with fresh(folder) as out:
-                measured[name].append(named[name](out))
+            measured[name].append(quietly(lambda name=name: _once(named[name], folder)))
     return {name: results[-repeats:] for name, results in measured.items()}
 
 
@@ -180,7 +186,8 @@ class Imports:
         """Measure both, after one of each that is not counted."""
         found = []
         for code in (_OUR_IMPORTS, _THEIR_IMPORTS):
-            runs = [timed_process([sys.executable, "-c", code]) for _ in range(4)][1:]
+            quietly, command = Quiet(), [sys.executable, "-c", code]
+            runs = [quietly(lambda command=command: timed_process(command)) for _ in range(4)][1:]
             found.append(Process(median(run.wall_s for run in runs), max(run.peak_bytes for run in runs)))
         return cls(*found)
 
@@ -210,7 +217,8 @@ def compare(
     title = f"stage {stage}, {_RANKS} ranks, {millions(checkpoint):.1f} M parameters"
     size = f"{len(files_below(checkpoint))} files, {size_of(checkpoint) / 1e9:.2f} GB"
     print(f"{title}: {size}{'' if peer else '; without ds_to_universal'}", flush=True)
-    results = take_turns(contenders(checkpoint, peer=peer), arguments.repeats, place)
+    quietly = Quiet()
+    results = take_turns(contenders(checkpoint, peer=peer), arguments.repeats, place, quietly)
     _line("convert", results["convert"], imports.ours)
     _line("convert()", results["convert()"])
     _line("cp -r", results["cp -r"])
@@ -221,7 +229,8 @@ def compare(
         copying = _ratio(results[name], results["cp -r"])
         print(f"  {name} / cp -r: {copying:.2f}; {verdict(copying, _GOAL_COPY)}")
     memory_mb = _memory_mb(results["convert"], imports.ours)
-    print(f"  memory of convert: {memory_mb:.0f} MB; {verdict(memory_mb, _GOAL_MEMORY_MB)}\n", flush=True)
+    print(f"  memory of convert: {memory_mb:.0f} MB; {verdict(memory_mb, _GOAL_MEMORY_MB)}")
+    print(f"  {quietly}\n", flush=True)
 
 
 def _print_peer(stage: int, results: dict[str, list[Process]], imports: Imports) -> None:

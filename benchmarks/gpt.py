@@ -10,12 +10,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import torch
 from common import leave_group, quiet, rank_command, read_json, spawn_ranks, wait_for_ranks
 from rig import start
@@ -27,6 +29,7 @@ from lightning_zeroladder.engine.groups import use_cpu_accelerator, without_comp
 __all__ = [
     "Gpt",
     "Process",
+    "Quiet",
     "Shape",
     "ds_config",
     "files_below",
@@ -40,6 +43,7 @@ __all__ = [
     "verdict",
 ]
 
+_T = TypeVar("_T")
 _TIMEOUT_S = 900.0
 _TRAINING_RANKS = 4
 
@@ -198,6 +202,72 @@ def find_in_memory(folder: Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 24):
                 pass
+
+
+# Other programs -------------------------------------------------------------------------------------------------
+
+
+class Quiet:
+    """Measures while nothing else runs, as far as that can be had.
+
+    A measurement waits for an idle machine, and is done again when other programs took more than a share of it
+    meanwhile; the one with the least of them counts after some tries.
+
+    Args:
+        tries: Of each measurement.
+        share: Of all cores, that others may take.
+        patience_s: Longest time to wait for an idle machine.
+    """
+
+    def __init__(self, tries: int = 4, share: float = 0.1, patience_s: float = 60.0) -> None:
+        self.measured = 0
+        self.disturbed = 0
+        self._tries, self._share, self._patience_s = tries, share, patience_s
+
+    def __call__(self, measure: Callable[[], _T]) -> _T:
+        """Return what ``measure`` returns."""
+        found: list[tuple[float, _T]] = []
+        while len(found) < self._tries:
+            self._wait()
+            before = _cpu()
+            result = measure()
+            found.append((_others(before, _cpu()), result))
+            if found[-1][0] <= self._share:
+                break
+        others, result = min(found, key=lambda entry: entry[0])
+        self.measured += 1
+        self.disturbed += others > self._share
+        return result
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + self._patience_s
+        while time.monotonic() < deadline_s:
+            before = _cpu()
+            time.sleep(0.5)
+            if _others(before, _cpu()) <= self._share:
+                return
+
+    def __str__(self) -> str:
+        """Say how much of it was quiet."""
+        return (
+            f"{self.disturbed} of {self.measured} measurements were disturbed: other programs took more than "
+            f"{100 * self._share:.0f} % of the cores in each of {self._tries} tries"
+        )
+
+
+def _cpu() -> tuple[float, float, float]:
+    """Return seconds of all cores: in total, idle, and used by this process and those that it waited for."""
+    every = psutil.cpu_times()
+    own = os.times()
+    total = sum(getattr(every, name) for name in every._fields if name not in ("guest", "guest_nice"))
+    idle = every.idle + getattr(every, "iowait", 0.0)
+    return total, idle, own.user + own.system + own.children_user + own.children_system
+
+
+def _others(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """Return the share of the cores that others took between two moments."""
+    total, idle, own = (late - early for early, late in zip(before, after, strict=True))
+    return (total - idle - own) / total if total else 0.0
 
 
 # Processes ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ What is measured (117.6 M parameters with AdamW, saved by 4 ranks, loaded by 2 o
   with the same optimizer: the same 1.4 GB. ``get_state_dict``, which DCP needs before, is not counted, but printed.
 
 Both start at a barrier with everything built, and the time is that of the slower rank. Every load runs in fresh
-processes. Loads take turns; a ratio is that of a load to the peer's next to it. Everybody finds the files in memory.
+processes, again if other programs disturb it. Loads take turns; a ratio is that of a load to the peer's next to it.
+Everybody finds the files in memory.
 DCP compares nothing with checksums; ours compares every byte that it reads.
 
 Printed beside it: bytes that a rank reads over the bytes of fp32 weights and optimizer state that it owns.
@@ -38,7 +39,7 @@ from common import (
     wait_for_ranks,
     write_json,
 )
-from gpt import Gpt, Shape, ds_config, find_in_memory, room, size_of, start_gloo, trained_checkpoint, verdict
+from gpt import Gpt, Quiet, Shape, ds_config, find_in_memory, room, size_of, start_gloo, trained_checkpoint, verdict
 from rig import clean_up_on_sigterm
 
 from lightning_zeroladder.engine.lifecycle import EngineSlot
@@ -184,13 +185,20 @@ def compare(arguments: argparse.Namespace, place: Path) -> None:
     print(f"saved by {_SAVING_RANKS} ranks: {told}, DCP {size_of(theirs) / 1e9:.2f} GB", flush=True)
     ours: dict[tuple[int, int], list[Load]] = {(source, target): [] for source in _SOURCES for target in _TARGETS}
     peers: dict[tuple[int, int], list[Load]] = {pair: [] for pair in ours}
+    quietly = Quiet(tries=3)
     for repeat in range(1, arguments.repeats + 1):
         for number, (source, target) in enumerate(ours):
             pair = (source, target)
             if number % 2 == 0:  # one of DCP's loads between two of ours, each of which it is compared with
-                peer = Load(**on_ranks("load_dcp", theirs, place, _LOADING_RANKS, shape))
+                peer = quietly(lambda: Load(**on_ranks("load_dcp", theirs, place, _LOADING_RANKS, shape)))
             peers[pair].append(peer)
-            ours[pair].append(Load(**on_ranks("ours", sources[source], place, _LOADING_RANKS, shape, target)))
+            ours[pair].append(
+                quietly(
+                    lambda source=source, target=target: Load(
+                        **on_ranks("ours", sources[source], place, _LOADING_RANKS, shape, target)
+                    )
+                )
+            )
         told = ", ".join(f"{source}->{target} {ours[source, target][-1].wall_s:.2f}" for source, target in ours)
         print(f"repeat {repeat}: DCP {peers[_SOURCES[0], _TARGETS[0]][-1].wall_s:.2f} s; ours {told} s", flush=True)
     every = [load for loads in peers.values() for load in loads]
@@ -209,6 +217,7 @@ def compare(arguments: argparse.Namespace, place: Path) -> None:
             f"{max(ratios):.2f}); {verdict(median(ratios), _GOAL)}\n"
             f"  bytes read {read:.3f} of those owned; {verdict(read, _GOAL_BYTES)}"
         )
+    print(quietly)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ itself from a checkpoint of 4 ranks, without that many processes; what comes out
 
 The peer is the layout of 4 ranks, in the same run. The layouts take turns, the order is reversed in every second
 repeat, and the ratio is the median of the ratios within a repeat. Everybody finds the source in memory, and nothing
-waiting to be written to disk.
+waiting to be written to disk. A measurement that other programs disturb is done again.
 
 Goal: 1.2. How: ``python benchmarks/source_ranks.py [--repeats 7] [--folder DIR]``. Needs: two idle cores, 15 GB of
 disk; what is in a ``--folder`` is used again. Duration: 3 minutes.
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from common import heading, quiet
-from gpt import Shape, files_below, find_in_memory, fresh, room, trained_checkpoint, verdict
+from gpt import Quiet, Shape, files_below, find_in_memory, fresh, room, trained_checkpoint, verdict
 from rig import clean_up_on_sigterm
 
 from lightning_zeroladder.checkpoint.converting import convert
@@ -39,14 +39,15 @@ def layout(folder: Path, source: Path, stage: int, ranks: int) -> Path:
     return target
 
 
-def timed(source: Path, out: Path) -> tuple[float, float]:
+def timed(source: Path, place: Path) -> tuple[float, float]:
     """Convert; returns nanoseconds per byte written, and the seconds of which that opening took."""
     started_s = time.perf_counter()
     open_checkpoint(source)
     opened_s = time.perf_counter() - started_s
-    started_s = time.perf_counter()
-    done = convert(source, out)
-    return (time.perf_counter() - started_s) * 1e9 / done.nbytes, opened_s
+    with fresh(place) as out:
+        started_s = time.perf_counter()
+        done = convert(source, out)
+        return (time.perf_counter() - started_s) * 1e9 / done.nbytes, opened_s
 
 
 def compare(stage: int, arguments: argparse.Namespace, place: Path) -> None:
@@ -56,11 +57,11 @@ def compare(stage: int, arguments: argparse.Namespace, place: Path) -> None:
     for path in layouts.values():
         find_in_memory(path)
     per_byte_ns: dict[int, list[float]] = {ranks: [] for ranks in layouts}
+    quietly = Quiet()
     opening_s: dict[int, list[float]] = {ranks: [] for ranks in layouts}
     for repeat in range(arguments.repeats + 1):
         for ranks in list(layouts)[:: 1 if repeat % 2 else -1]:
-            with fresh(place) as out:
-                nanoseconds, opened_s = timed(layouts[ranks], out)
+            nanoseconds, opened_s = quietly(lambda ranks=ranks: timed(layouts[ranks], place))
             if repeat > 0:  # the first is not counted
                 per_byte_ns[ranks].append(nanoseconds)
                 opening_s[ranks].append(opened_s)
@@ -74,6 +75,7 @@ def compare(stage: int, arguments: argparse.Namespace, place: Path) -> None:
             f"{median(ratios):.2f} of {first} ranks ({min(ratios):.2f} to {max(ratios):.2f}){words}",
             flush=True,
         )
+    print(f"stage {stage}: {quietly}", flush=True)
 
 
 def main() -> None:
