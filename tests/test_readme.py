@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lightning.pytorch.cli import LightningCLI
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the maker of checkpoints, under any import mode
-
 from faults import Job, make_layouts
+from lightning.pytorch.cli import LightningCLI
 
 import lightning_zeroladder
 from lightning_zeroladder.cli import main

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from isal import isal_zlib
 
 from lightning_zeroladder.checkpoint.dtypes import ITEMSIZE
 from lightning_zeroladder.checkpoint.errors import BadCheckpoint
-from lightning_zeroladder.checkpoint.pickles import Opaque, Size, Storage, TensorRef, load_tree
+from lightning_zeroladder.checkpoint.pickles import Opaque, TensorRef, load_tree
 
-__all__ = ["Archive", "Record", "Span", "map_tensors", "read_bytes", "read_record"]
+__all__ = ["Archive", "Record", "Span", "read_bytes", "read_record"]
+
+_DEEPEST = 500
+"""Levels of containers in a file; Python's own limit for functions that call themselves is 1000."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
@@ -88,11 +92,12 @@ class Archive:
         )
 
     def _record(self, name: str, info: zipfile.ZipInfo, fd: int) -> Record:
-        header = os.pread(fd, _LOCAL_HEADER.size, info.header_offset)
-        signature, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        full_name = info.orig_filename.encode("utf-8")
+        header = os.pread(fd, _LOCAL_HEADER.size + len(full_name), info.header_offset)
+        signature, *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
         start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        written = os.pread(fd, name_length, info.header_offset + _LOCAL_HEADER.size)
-        if signature != b"PK\x03\x04" or written != info.orig_filename.encode("utf-8"):
+        written = header[_LOCAL_HEADER.size :]
+        if signature != b"PK\x03\x04" or name_length != len(full_name) or written != full_name:
             raise ValueError(f"record {info.filename!r} is not where the directory says")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"record {info.filename!r} is compressed")
@@ -110,6 +115,15 @@ class Archive:
         return data
 
     @cached_property
+    def pickle(self) -> bytes:
+        """The pickle that describes what the archive holds.
+
+        Raises:
+            BadCheckpoint: If it is missing or damaged.
+        """
+        return self._small("data.pkl")
+
+    @cached_property
     def tree(self) -> Any:
         """What the archive holds as plain data, with a `TensorRef` for each tensor.
 
@@ -117,13 +131,12 @@ class Archive:
             BadCheckpoint: If its pickle is damaged.
         """
         try:
-            tree = load_tree(self._small("data.pkl"))
+            tree = load_tree(self.pickle, self)
         except BadCheckpoint as error:
             raise error if str(self.path) in str(error) else self._damaged(str(error)) from error
-        try:
-            return map_tensors(tree, lambda ref: replace(ref, source=self))
-        except RecursionError as error:
-            raise self._damaged("what it holds is nested too deeply") from error
+        if _deeper(tree, _DEEPEST):
+            raise self._damaged("what it holds is nested too deeply")
+        return tree
 
     def span(self, ref: TensorRef, start: int = 0, numel: int | None = None) -> Span:
         """Return where elements of a contiguous tensor are.
@@ -136,23 +149,24 @@ class Archive:
         Raises:
             BadCheckpoint: If the archive does not hold them.
         """
-        size = ITEMSIZE[ref.dtype]
-        record = self.records.get(f"data/{ref.storage.key}")
-        numel = ref.numel - start if numel is None else numel
-        if record is None or record.nbytes < ref.storage.numel * size:
+        storage, whole = ref.storage, ref.numel
+        size = ITEMSIZE[storage.dtype]
+        record = self.records.get(f"data/{storage.key}")
+        numel = whole - start if numel is None else numel
+        if record is None or record.nbytes < storage.numel * size:
             held = "missing" if record is None else f"{record.nbytes} bytes"
             raise self._damaged(
-                f"its record 'data/{ref.storage.key}' should hold {ref.storage.numel * size} bytes, it is {held}"
+                f"its record 'data/{storage.key}' should hold {storage.numel * size} bytes, it is {held}"
             )
         if not ref.contiguous:
             raise BadCheckpoint(
                 f"{self.path}: a tensor of shape {ref.shape} lies scattered in its storage (strides {ref.stride}): "
                 "weights and optimizer state are read where they are contiguous only. Save them with .contiguous()."
             )
-        if start < 0 or numel < 0 or start + numel > ref.numel or ref.offset + start + numel > ref.storage.numel:
+        if start < 0 or numel < 0 or start + numel > whole or ref.offset + start + numel > storage.numel:
             raise self._damaged(
-                f"elements {start} to {start + numel} of a tensor of {ref.numel} elements at {ref.offset} of "
-                f"{ref.storage.numel} were asked for"
+                f"elements {start} to {start + numel} of a tensor of {whole} elements at {ref.offset} of "
+                f"{storage.numel} were asked for"
             )
         return Span(record, (ref.offset + start) * size, numel * size)
 
@@ -212,31 +226,25 @@ def read_bytes(span: Span) -> bytes:
         os.close(fd)
 
 
-def map_tensors(tree: Any, change: Callable[[TensorRef], Any]) -> Any:
-    """Return a tree with every `TensorRef` replaced by what ``change`` makes of it; containers are changed in place."""
-    return _mapped(tree, change, {})
+def _deeper(tree: Any, limit: int) -> bool:
+    """Whether containers are nested beyond a limit, which would be the end of whatever walks through them."""
+    level, seen = [tree], {id(tree)}
+    for _ in range(limit):
+        following = []
+        for node in level:
+            for value in _within(node):
+                if isinstance(value, dict | list | tuple | Opaque) and id(value) not in seen:
+                    seen.add(id(value))
+                    following.append(value)
+        if not following:
+            return False
+        level = following
+    return True
 
 
-def _mapped(tree: Any, change: Callable[[TensorRef], Any], done: dict[int, Any]) -> Any:
-    """Do the work of `map_tensors`; objects in a tree may refer to each other in a circle, so each is visited once."""
-    if id(tree) in done:
-        return done[id(tree)]
-    if isinstance(tree, TensorRef):
-        return change(tree)
-    if isinstance(tree, dict | list | Opaque):
-        done[id(tree)] = tree
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            tree[key] = _mapped(value, change, done)
-        if vars_of := getattr(tree, "__dict__", None):
-            _mapped(vars_of, change, done)
-    elif isinstance(tree, list):
-        tree[:] = [_mapped(value, change, done) for value in tree]
-    elif isinstance(tree, Opaque):
-        tree.args = _mapped(tree.args, change, done)
-        tree.state = _mapped(tree.state, change, done)
-        tree.content = _mapped(tree.content, change, done)
-        tree.pairs = _mapped(tree.pairs, change, done)
-    elif isinstance(tree, tuple) and not isinstance(tree, Size | Storage):
-        return tuple(_mapped(value, change, done) for value in tree)
-    return tree
+def _within(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return [*node.values(), *vars(node).values()] if isinstance(node, OrderedDict) else node.values()
+    if isinstance(node, Opaque):
+        return (node.args, node.state, node.content, node.pairs)
+    return node if isinstance(node, list | tuple) else ()

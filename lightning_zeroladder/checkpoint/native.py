@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_zeroladder.checkpoint.archive import Archive
+from lightning_zeroladder.checkpoint.archive import Archive, Span
 from lightning_zeroladder.checkpoint.casting import FLOATS
+from lightning_zeroladder.checkpoint.dtypes import ITEMSIZE
 from lightning_zeroladder.checkpoint.errors import BadCheckpoint
 from lightning_zeroladder.checkpoint.folders import Folder
 from lightning_zeroladder.checkpoint.pickles import Opaque, TensorRef
@@ -23,7 +25,7 @@ from lightning_zeroladder.checkpoint.state import (
     tensor_of,
 )
 
-__all__ = ["add_untrained", "buffers_of", "hyperparameters", "read_native", "reading_file", "scaler_of", "skeleton"]
+__all__ = ["add_untrained", "hyperparameters", "own_states", "read_native", "reading_file", "scaler_of", "skeleton"]
 
 _DEEPSPEED_ENTRIES = frozenset(
     {
@@ -81,6 +83,7 @@ def read_native(path: Path, groups: Sequence[Sequence[str]] | None = None, *, we
         )
     for other in others:
         _same_run(main, other)
+    owns = own_states(main, others)
     with reading_file(optimizers[0].path if optimizers else main.path):
         if not shards:
             state.stage = 0
@@ -91,9 +94,9 @@ def read_native(path: Path, groups: Sequence[Sequence[str]] | None = None, *, we
         else:
             _add_stage_1_2(state, tree, shards)
     with reading_file(main.path):
-        add_untrained(state, [tree, *(other.tree for other in others)])
+        add_untrained(state, tree, owns)
         if len(others):
-            state.buffers_of_rank = [state.buffers, *(buffers_of(other.tree) for other in others)]
+            state.buffers_of_rank = [own.buffers for own in owns]
     return state
 
 
@@ -134,6 +137,39 @@ def buffers_of(tree: Any) -> dict[str, TensorRef]:
     return {name: tree["module"][name] for name in tree["buffer_names"] if name in tree["module"]}
 
 
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """What the model states of one rank hold that those of others do not.
+
+    Attributes:
+        buffers: By name.
+        fragments: At stage 3, the rank's part of each weight that is not trained.
+    """
+
+    buffers: dict[str, TensorRef]
+    fragments: dict[str, TensorRef]
+
+
+def own_states(main: Archive, others: Sequence[Archive]) -> list[OwnState]:
+    """Return what each rank's model states hold of their own, ``main``'s first.
+
+    Most ranks write the same description with other content, and there are as many files as ranks, so a description
+    that was read before is not read again.
+    """
+    owns = []
+    for archive in (main, *others):
+        with reading_file(archive.path):
+            same = archive.pickle == main.pickle
+            tree = main.tree if same else archive.tree
+            buffers, fragments = buffers_of(tree), dict(tree.get("frozen_param_fragments") or {})
+            if same and archive is not main:
+                buffers, fragments = (
+                    {name: replace(ref, source=archive) for name, ref in refs.items()} for refs in (buffers, fragments)
+                )
+            owns.append(OwnState(buffers, fragments))
+    return owns
+
+
 def _optimizer_tree(archive: Archive, model: Any) -> Any:
     with reading_file(archive.path):
         tree = archive.tree
@@ -155,6 +191,8 @@ def _optimizer_tree(archive: Archive, model: Any) -> Any:
 
 def _same_run(main: Archive, other: Archive) -> None:
     with reading_file(other.path):
+        if other.pickle == main.pickle:
+            return
         for name in ("dp_world_size", "ds_version", "param_shapes", *_COUNTERS):
             mine, theirs = main.tree.get(name), other.tree.get(name)
             if mine != theirs:
@@ -186,6 +224,10 @@ def hyperparameters(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
 
 
+Members = Mapping[str, tuple[int, int, int]]
+"""What a flat tensor consists of, by parameter: position in it, first element of the parameter, number of elements."""
+
+
 class _Gathering:
     """Collects the pieces of every parameter's state over the ranks' shards."""
 
@@ -200,29 +242,38 @@ class _Gathering:
         """Note a trained parameter."""
         self._state.parameters[name] = SavedParameter(name, tuple(shape), group)
 
-    def add(self, name: str, key: str, flat: TensorRef, at: int, start: int, numel: int) -> None:
-        """Add elements: those from ``at`` in a rank's flat tensor are those from ``start`` of the parameter."""
-        if numel <= 0:
-            return
+    def add(self, key: str, flat: TensorRef, members: Members) -> None:
+        """Add the elements of a rank's flat tensor."""
         archive: Archive = flat.source
-        self._pieces.setdefault((name, key), []).append(Piece(start, numel, archive.span(flat, at, numel)))
-        if self._dtypes.setdefault((name, key), flat.dtype) != flat.dtype:
-            raise BadCheckpoint(f"{archive.path}: {key} of '{name}' is {flat.dtype}, on other ranks it is not.")
+        whole, dtype, held = archive.span(flat), flat.dtype, flat.numel
+        size = ITEMSIZE[dtype]
+        for name, (at, start, numel) in members.items():
+            if numel <= 0:
+                continue
+            if at < 0 or at + numel > held:
+                raise BadCheckpoint(
+                    f"{archive.path}: elements {at} to {at + numel} of a flat tensor of {held} should be those of "
+                    f"parameter '{name}'. The file is damaged or belongs to another run."
+                )
+            piece = Piece(start, numel, Span(whole.record, whole.start + at * size, numel * size))
+            self._pieces.setdefault((name, key), []).append(piece)
+            if self._dtypes.setdefault((name, key), dtype) != dtype:
+                raise BadCheckpoint(f"{archive.path}: {key} of '{name}' is {dtype}, on other ranks it is not.")
 
-    def add_owner(self, owner: Mapping[str, Any], sizes: set[int], members: Mapping[str, tuple[int, int, int]]) -> None:
+    def add_owner(self, owner: Mapping[str, Any], sizes: set[int], members: Members) -> None:
         """Add the optimizer state of a flat tensor.
 
         Args:
             owner: State by key.
             sizes: Elements of the flat tensor, with and without padding.
-            members: By parameter: position in the flat tensor, first element of the parameter, number of elements.
+            members: What the tensor consists of.
         """
         for key, value in owner.items():
-            shaped = isinstance(value, TensorRef) and bool(value.shape) and value.numel in sizes
-            for name, (at, start, numel) in members.items():
-                if shaped:
-                    self.add(name, key, value, at, start, numel)
-                elif isinstance(value, TensorRef) and value.numel != 1:
+            if isinstance(value, TensorRef) and bool(value.shape) and value.numel in sizes:
+                self.add(key, value, members)
+                continue
+            for name in members:
+                if isinstance(value, TensorRef) and value.numel != 1:
                     self._state.parameters[name].others.setdefault(key, value)
                 else:
                     self._scalar(name, key, value)
@@ -274,7 +325,7 @@ def _add_stage_1_2(state: SavedState, tree: Any, shards: Sequence[Any]) -> None:
                 at, numel = _address(address)
                 members[name] = (at, reached.get(name, 0), numel)
                 reached[name] = reached.get(name, 0) + numel
-                gathering.add(name, MASTER, flat, at, members[name][1], numel)
+            gathering.add(MASTER, flat, members)
             owner = states[group] if isinstance(states, list) else states.get(group, {})
             sizes = {flat.numel, flat.numel + int(shard["group_paddings"][group])}
             gathering.add_owner(owner, sizes, members)
@@ -320,10 +371,10 @@ def _add_stage_3(state: SavedState, tree: Any, shards: Sequence[Any]) -> None:
                 width = -(-whole // len(shards))
                 start = min(width * rank, whole)
                 members[name] = (at, start, min(width, whole - start))
-                gathering.add(name, MASTER, flat, *members[name])
                 at += width
             if at > flat.numel:
                 raise BadCheckpoint(f"{flat.source.path}: sub-group {index} has {flat.numel} elements, not {at}.")
+            gathering.add(MASTER, flat, members)
             gathering.add_owner(states.get(index, {}), {flat.numel}, members)
     gathering.finish()
     state.groups = hyperparameters(shards[0]["optimizer_state_dict"])
@@ -331,22 +382,26 @@ def _add_stage_3(state: SavedState, tree: Any, shards: Sequence[Any]) -> None:
     state.common["optimizer"] = _global_entries(shards[0])
 
 
-def add_untrained(state: SavedState, trees: Sequence[Any]) -> None:
-    """Add weights that no optimizer steps, and the whole forward weights where the files have them."""
-    tree = trees[0]
+def add_untrained(state: SavedState, tree: Any, owns: Sequence[OwnState]) -> None:
+    """Add weights that no optimizer steps, and the whole forward weights where the files have them.
+
+    Args:
+        state: Is added to.
+        tree: The first rank's model states.
+        owns: What each rank's hold of their own.
+    """
     frozen = dict(tree.get("frozen_param_shapes") or {})
-    fragments = [item.get("frozen_param_fragments") or {} for item in trees]
     where = str(state.folder)
     for name, shape in frozen.items():
         parameter = SavedParameter(name, tuple(shape), None)
         if state.stage == 3:
-            width = -(-parameter.numel // len(trees))
+            width = -(-parameter.numel // len(owns))
             pieces = []
-            for rank, held in enumerate(fragments):
+            for rank, held in enumerate(own.fragments for own in owns):
                 start = min(width * rank, parameter.numel)
                 numel = min(width, parameter.numel - start)
                 pieces.append(Piece(start, numel, held[name].source.span(held[name], 0, numel)))
-            dtype = fragments[0][name].dtype
+            dtype = owns[0].fragments[name].dtype
             parameter.tensors[WEIGHTS] = tensor_of(name, WEIGHTS, parameter.numel, dtype, pieces, where)
         state.parameters[name] = parameter
     tied = tied_names(tree, state.buffers)

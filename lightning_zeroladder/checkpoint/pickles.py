@@ -15,6 +15,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from lightning_zeroladder.checkpoint.dtypes import STORAGE_OF, dtype_of_storage
@@ -64,7 +65,7 @@ class TensorRef:
         offset: First element, within the storage.
         shape: Shape.
         stride: Stride in elements.
-        source: The archive that holds the storage; filled in by `Archive.tree`.
+        source: The archive that holds the storage.
     """
 
     storage: Storage
@@ -86,6 +87,8 @@ class TensorRef:
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie one after the other."""
+        if len(self.shape) == 1:  # nearly all that is read in pieces
+            return self.stride[0] == 1 or self.shape[0] <= 1
         if not self.numel:
             return True
         expected = 1
@@ -190,10 +193,10 @@ def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearra
     return bytearray(_bytes(content, encoding))
 
 
-def _tensor(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> TensorRef:
+def _tensor(source: Any, storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> TensorRef:
     if not isinstance(storage, Storage):
         raise BadCheckpoint("a tensor without a plain storage")
-    ref = TensorRef(storage, int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
+    ref = TensorRef(storage, int(offset), tuple(map(int, shape)), tuple(map(int, stride)), source)
     last = ref.offset + sum((extent - 1) * step for extent, step in zip(ref.shape, ref.stride, strict=True))
     if min(ref.offset, *ref.shape, *ref.stride, 0) < 0 or (ref.numel and last >= storage.numel):
         raise BadCheckpoint(f"a tensor of shape {ref.shape} that reaches beyond its {storage.numel} elements")
@@ -212,16 +215,17 @@ def _tensor_with_attributes(rebuild: Any, _: Any, args: tuple[Any, ...], *state:
 class _Callable:
     """What a pickle may call and cannot change: the opcode that sets state reaches attributes of functions as well."""
 
-    __slots__ = ("_function",)
+    __slots__ = ("_function", "_name")
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self._function = function
+        self._name = name or function.__name__.lstrip("_")
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
     def __setstate__(self, state: Any) -> None:
-        raise BadCheckpoint(f"it sets state of {self._function.__name__.lstrip('_')}, which has none")
+        raise BadCheckpoint(f"it sets state of {self._name}, which has none")
 
 
 _HARMLESS: dict[tuple[str, str], Any] = {
@@ -233,7 +237,6 @@ _HARMLESS: dict[tuple[str, str], Any] = {
     ("builtins", "complex"): complex,
     ("_codecs", "encode"): _Callable(_encode),
     ("torch", "Size"): _Callable(Size),
-    ("torch._utils", "_rebuild_tensor_v2"): _Callable(_tensor),
     ("torch._utils", "_rebuild_parameter"): _Callable(_parameter),
     ("torch._tensor", "_rebuild_from_type_v2"): _Callable(_tensor_with_attributes),
 }
@@ -241,19 +244,25 @@ _HARMLESS: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, source: Any) -> None:
         super().__init__(file)
-        self._names: dict[tuple[str, str], Any] = dict(_HARMLESS)
+        tensor = _Callable(partial(_tensor, source), "tensor")
+        self._names = {**_HARMLESS, ("torch._utils", "_rebuild_tensor_v2"): tensor}
+        self._written: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        known = self._written.get((module, name))
+        if known is None:
+            known = self._written[module, name] = self._find(module, name)
+        return known
+
+    def _find(self, module: str, name: str) -> Any:
         # Protocol 2, which torch uses, writes the names that Python 2 had.
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
-        known = self._names.get((module, name))
-        if known is None:
-            known = type(name, (Opaque,), {"name_in_pickle": (module, name)})
-            self._names[module, name] = known
-        return known
+        if (module, name) not in self._names:
+            self._names[module, name] = type(name, (Opaque,), {"name_in_pickle": (module, name)})
+        return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> Storage:
         kind, storage_type, key, _, numel = pid
@@ -263,14 +272,18 @@ class _Unpickler(pickle.Unpickler):
         return Storage(str(key), dtype, int(numel))
 
 
-def load_tree(data: bytes) -> Any:
+def load_tree(data: bytes, source: Any = None) -> Any:
     """Read a pickle as plain data. Nothing that it names is imported or run.
+
+    Args:
+        data: The pickle.
+        source: The archive that holds the tensors' elements.
 
     Raises:
         BadCheckpoint: If it is no pickle, or not of a kind that torch writes.
     """
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        return _Unpickler(io.BytesIO(data), source).load()
     except BadCheckpoint:
         raise
     except Exception as error:

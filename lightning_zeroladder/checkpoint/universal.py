@@ -15,8 +15,8 @@ from lightning_zeroladder.checkpoint.archive import Archive
 from lightning_zeroladder.checkpoint.errors import BadCheckpoint
 from lightning_zeroladder.checkpoint.native import (
     add_untrained,
-    buffers_of,
     hyperparameters,
+    own_states,
     reading_file,
     scaler_of,
     skeleton,
@@ -109,10 +109,11 @@ def read_universal(folder: Path) -> SavedState:
     with reading_file(main.path):
         stage_3 = tree.get("frozen_param_fragments") is not None and not _has_weights(tree)
         state.stage = 3 if stage_3 else 0
-        add_untrained(state, [tree, *(model.tree for model in models[1:])] if stage_3 else [tree])
+        owns = own_states(main, models[1:] if stage_3 else ())
+        add_untrained(state, tree, owns)
         state.stage = None
         if stage_3:
-            state.buffers_of_rank = [buffers_of(model.tree) for model in models]
+            state.buffers_of_rank = [own.buffers for own in owns]
     return state
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trees import map_tensors
 
-from lightning_zeroladder.checkpoint.archive import Archive, Record, Span, map_tensors, read_bytes
+from lightning_zeroladder.checkpoint.archive import Archive, Record, Span, read_bytes
 from lightning_zeroladder.checkpoint.dtypes import ITEMSIZE
 from lightning_zeroladder.checkpoint.errors import BadCheckpoint
 from lightning_zeroladder.checkpoint.pickles import Opaque, Size, Storage, TensorRef, global_name, is_global
@@ -265,6 +266,18 @@ def test_reading_says_which_file_fails(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     with pytest.raises(BadCheckpoint, match=rf"{tmp_path / 'x'} ends within its record 'data/0'"):
         read_bytes(Span(Record(tmp_path / "x", "data/0", 0, 4, 0), 0, 4))
+
+
+def test_equal_descriptions_are_seen_and_damaged_ones_are_not_equal(tmp_path):
+    first, second = (saved(tmp_path, {"a": torch.full((3,), value)}, f"{value}.pt") for value in (1.0, 2.0))
+    assert first.pickle == second.pickle
+    assert loaded(second)["a"].tolist() == [2.0] * 3
+    path = tmp_path / "2.0.pt"
+    data = bytearray(path.read_bytes())
+    data[second.records["data.pkl"].start + 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match=r"2\.0\.pt .*checksum of its record 'data\.pkl'"):
+        _ = Archive(path).pickle
 
 
 def test_map_tensors_reaches_every_corner():

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import TAG, adam, add_manifest, flip_a_bit, in_every_layout, save_stage_0, values
 from safetensors.torch import load_file
 
+import lightning_zeroladder
+from lightning_zeroladder.checkpoint import converting, exporting, inspecting
+from lightning_zeroladder.checkpoint.opening import open_checkpoint
+from lightning_zeroladder.cli import checkpoints as commands
+from lightning_zeroladder.cli import main
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parent))  # for the maker, under any import mode
-
-from checkpoints import TAG, adam, add_manifest, flip_a_bit, in_every_layout, save_stage_0, values  # noqa: E402
-
-import lightning_zeroladder  # noqa: E402
-from lightning_zeroladder.checkpoint import converting, exporting, inspecting  # noqa: E402
-from lightning_zeroladder.checkpoint.opening import open_checkpoint  # noqa: E402
-from lightning_zeroladder.cli import checkpoints as commands  # noqa: E402
-from lightning_zeroladder.cli import main  # noqa: E402
 
 WEIGHTS = {"a.weight": values(50, 7), "b.[bold]weight": values(5)}
 

@@ -17,18 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import TAG, adam, add_manifest, flip_a_bit, in_every_layout, save_stage_0, values
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_zeroladder.checkpoint import output, reader
+from lightning_zeroladder.checkpoint.errors import BadCheckpoint
+from lightning_zeroladder.checkpoint.exporting import export, size_of
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parent))  # for the maker, under any import mode
-
-from checkpoints import TAG, adam, add_manifest, flip_a_bit, in_every_layout, save_stage_0, values  # noqa: E402
-
-from lightning_zeroladder.checkpoint import output, reader  # noqa: E402
-from lightning_zeroladder.checkpoint.errors import BadCheckpoint  # noqa: E402
-from lightning_zeroladder.checkpoint.exporting import export, size_of  # noqa: E402
 
 TRAINED = {"a.weight": values(5, 7), "a.bias": values(5), "b.weight": values(3, 5), "empty": values(0, 4)}
 GROUPS = (("a.weight", "b.weight", "empty"), ("a.bias",))

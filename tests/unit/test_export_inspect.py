@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from faults import FROZEN, GROUPS, LAYOUTS, TAG, TIED, Job, listing, make_layouts, read_whole
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import lightning_zeroladder
+from lightning_zeroladder.checkpoint.archive import Archive
+from lightning_zeroladder.checkpoint.errors import BadCheckpoint
+from lightning_zeroladder.checkpoint.exporting import export, size_of
+from lightning_zeroladder.checkpoint.inspecting import inspect, inspection_to_json
+from lightning_zeroladder.cli import main
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for the generator, under any import mode
-
-from faults import FROZEN, GROUPS, LAYOUTS, TAG, TIED, Job, listing, make_layouts, read_whole  # noqa: E402
-
-import lightning_zeroladder  # noqa: E402
-from lightning_zeroladder.checkpoint.archive import Archive  # noqa: E402
-from lightning_zeroladder.checkpoint.errors import BadCheckpoint  # noqa: E402
-from lightning_zeroladder.checkpoint.exporting import export, size_of  # noqa: E402
-from lightning_zeroladder.checkpoint.inspecting import inspect, inspection_to_json  # noqa: E402
-from lightning_zeroladder.cli import main  # noqa: E402
 
 HEAVY = ("torch", "deepspeed", "lightning")
 TRAINED = {name: shape for group in GROUPS for name, shape in group.items()}

@@ -9,18 +9,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 import torch
+from faults import LAYOUTS, TAG, Campaign, Fault, Job, Kind, Verdict, make_layouts, read_whole
+
+from lightning_zeroladder.checkpoint import archive, converting
+from lightning_zeroladder.checkpoint.archive import Archive
+from lightning_zeroladder.checkpoint.errors import BadCheckpoint
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))  # for the generator, under any import mode
-
-import faults  # noqa: E402
-from faults import LAYOUTS, TAG, Campaign, Fault, Job, Kind, Verdict, make_layouts, read_whole  # noqa: E402
-
-from lightning_zeroladder.checkpoint import archive, converting  # noqa: E402
-from lightning_zeroladder.checkpoint.archive import Archive  # noqa: E402
-from lightning_zeroladder.checkpoint.errors import BadCheckpoint  # noqa: E402
 
 CORRUPTIONS = 440
 KILLS = 60

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the maker, under any import mode
-
 from checkpoints import MODEL, TAG, adam, add_manifest, flip_a_bit, in_every_layout, save_stage_0, values
+from torch import Tensor
 
 from lightning_zeroladder.checkpoint.errors import BadCheckpoint
 from lightning_zeroladder.checkpoint.inspecting import inspect, inspection_to_json

@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import map_tensors
 
-from lightning_zeroladder.checkpoint.archive import Archive, map_tensors, read_bytes
+from lightning_zeroladder.checkpoint.archive import Archive, read_bytes
 from lightning_zeroladder.checkpoint.dtypes import ITEMSIZE
 from lightning_zeroladder.checkpoint.errors import BadCheckpoint
 from lightning_zeroladder.checkpoint.pickles import Size, TensorRef
