@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from lightning_zeroladder.ladder import (
     Rung,
     TrialResult,
     TryRung,
+    candidates,
     decide,
     ended_early,
     fastest_fitting,
@@ -35,6 +37,7 @@ from lightning_zeroladder.ladder import (
     single_device,
     to_json,
 )
+from lightning_zeroladder.ladder.words import failure_words
 from lightning_zeroladder.probe.batch import samples_in, units_in
 from lightning_zeroladder.probe.clock import Phase, StepClock
 from lightning_zeroladder.probe.trial import Trial
@@ -116,32 +119,59 @@ class LadderCallback(Callback):
         return self._next_rung()
 
     def on_rung_entered(self, rung: Rung) -> None:
-        """Begin a trial of a rung whose engine is ready; called on every rank."""
-        if self._decision is None:
+        """Begin a trial of a rung whose engine is ready, unless it had one; called on every rank."""
+        if self._decision is None and all(trial.rung != rung for trial in self._trials):
             self._begin_trial(rung)
 
-    def on_rung_failed(self, rung: Rung, phase: str, error: Exception) -> Rung:
-        """Record that a rung failed on every rank and return the one to go on with.
+    def on_rung_left(self) -> None:
+        """Take the instruments off a rung that is about to be left in the middle of something."""
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer = None
+
+    def on_rung_failed(self, rung: Rung, failure: Failure, *, measurable: bool) -> Rung:
+        """Record that a rung failed and return the one to go on with; called on every rank with the same arguments.
+
+        After an error that is not about memory this is the lowest rung that has worked: what fails there as well is
+        not the rung's fault.
+
+        Args:
+            rung: What failed.
+            failure: How.
+            measurable: Whether the ranks have counted the same steps, so that what they measured can be put together.
 
         Raises:
             NothingFits: If none is left.
         """
-        kind = FailureKind.OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else FailureKind.ERROR
         step = self._trial.steps + 1 if self._trial is not None and self._trial.rung == rung else 1
-        failure = Failure(kind, phase, step, f"{type(error).__name__}: {error}")
-        rank_zero_warn(f"zero_auto: {rung.label} failed in {phase} at step {step}: {failure.message}")
-        measured = self._measured(rung)
+        failure = replace(failure, step=step)
+        rank_zero_warn(f"zero_auto: {rung.label} {failure_words(failure)}: {failure.message}")
+        measured = self._measured(rung) if measurable else None
         self._end_trial()
         known = tuple(trial for trial in self._trials if trial.rung != rung)
         self._trials = (*known, TrialResult(rung, measurement=measured, failure=failure))
         self._record("failed", rung=rung, failure=failure)
-        self._decision = None
+        self._decision = self._action = None
+        worked = candidates(self._trials)
+        if failure.kind is FailureKind.ERROR and worked:
+            self._trials, self._action = next_action(self.settings, self._trials, self._floors, self._world_size)
+            return worked[0].rung
         return self._next_rung()
 
     @property
-    def phase(self) -> Phase:
-        """What the run was doing last."""
-        return self._clock.phase if self._clock is not None else Phase.OUTSIDE
+    def trial_steps(self) -> int | None:
+        """Optimizer steps that the running trial has completed; None while none runs."""
+        return self._trial.steps if self._trial is not None else None
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Keep what happens inside out of the trial's times."""
+        phase = self._clock.phase if self._clock is not None else Phase.OUTSIDE
+        self._switch(Phase.OUTSIDE)
+        try:
+            yield
+        finally:
+            self._switch(phase)
 
     # Lightning's hooks ------------------------------------------------------------------------------------------
 

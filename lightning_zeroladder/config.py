@@ -127,6 +127,22 @@ def ladder_settings(
     return replace(settings, memory_limit_bytes=memory_limit_bytes or 0)
 
 
+def check_rescue(on_oom: str, trial_timeout: float | None) -> None:
+    """Refuse settings for failed rungs that have no meaning.
+
+    Raises:
+        MisconfigurationException: If one has none.
+    """
+    if on_oom not in ("climb", "raise"):
+        raise MisconfigurationException(
+            f"ZeroAutoStrategy(on_oom={on_oom!r}): must be 'climb' (move to the next stage) or 'raise' (end the run)."
+        )
+    if trial_timeout is not None and not trial_timeout > 0:
+        raise MisconfigurationException(
+            f"ZeroAutoStrategy(trial_timeout={trial_timeout}): must be above 0 seconds, or None for the default."
+        )
+
+
 def with_memory_limit(settings: LadderSettings, device: torch.device, local_ranks: int) -> LadderSettings:
     """Return the settings with the memory limit of the device where the user gave none.
 

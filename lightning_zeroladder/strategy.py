@@ -7,21 +7,24 @@ import copy
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,6 +33,7 @@ from lightning_zeroladder.callbacks import LadderCallback
 from lightning_zeroladder.checkpoint.folders import refuse_remote
 from lightning_zeroladder.config import (
     check_config,
+    check_rescue,
     ladder_settings,
     read_decision,
     reconcile_accumulation,
@@ -38,20 +42,22 @@ from lightning_zeroladder.config import (
 )
 from lightning_zeroladder.costmodel import ModelCount
 from lightning_zeroladder.engine import groups
-from lightning_zeroladder.engine.boundary import at_boundary, begin_manual_backward
-from lightning_zeroladder.engine.fragments import DamagedState, UnmovableState
+from lightning_zeroladder.engine.boundary import begin_manual_backward
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
+from lightning_zeroladder.engine.lifeline import Lifeline
 from lightning_zeroladder.engine.model_count import count_parameters, meta_count
 from lightning_zeroladder.engine.optimizer_probe import OptimizerState, probe_optimizer
 from lightning_zeroladder.engine.restore import restore
 from lightning_zeroladder.engine.save import SaveContext, save
-from lightning_zeroladder.ladder import Rung
+from lightning_zeroladder.engine.sockets import GROUP_SOCKETS
+from lightning_zeroladder.ladder import Failure, Rung, climb
 from lightning_zeroladder.ladder.types import ZERO_STAGES
+from lightning_zeroladder.ladder.words import failure_words
 from lightning_zeroladder.lightning_entries import describe_load, lightning_entries
 from lightning_zeroladder.placement import certain_floors, only_stage_3_holds
 from lightning_zeroladder.probe.across_ranks import across_ranks
-from lightning_zeroladder.probe.clock import Phase
 from lightning_zeroladder.probe.leftover import LeftoverMemory
+from lightning_zeroladder.replay import Window
 from lightning_zeroladder.report.data import Move, RunReport
 from lightning_zeroladder.requirements_check import (
     check_accelerator,
@@ -60,6 +66,7 @@ from lightning_zeroladder.requirements_check import (
     shardable_stages,
     warn_of_pytorch_lightning,
 )
+from lightning_zeroladder.rescue import Rescue
 
 if TYPE_CHECKING:
     import deepspeed
@@ -72,13 +79,10 @@ _LIGHTNING_TAG = "checkpoint"
 _LEFTOVER_WORTH_SAYING = 0.01
 """Share of the memory limit."""
 
-_PHASE_WORDS = {
-    Phase.DATA: "data",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.OPTIMIZER: "optimizer step",
-    Phase.OUTSIDE: "forward",
-}
+_TRIAL_TIMEOUT_S = 300.0
+"""Shortest default of ``trial_timeout``."""
+
+T = TypeVar("T")
 
 
 class ZeroAutoStrategy(DeepSpeedStrategy):
@@ -103,6 +107,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         decision: str | Path | None = None,
         save_universal: bool = False,
         trusted_checkpoints: bool = False,
+        on_oom: Literal["climb", "raise"] = "climb",
+        trial_timeout: float | None = None,
         **deepspeed: Any,
     ) -> None:
         """Take the settings; nothing is built yet.
@@ -121,6 +127,10 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             save_universal: Leave a copy in DeepSpeed's universal format in every checkpoint.
             trusted_checkpoints: Run the code that a loaded checkpoint names, which is needed where it holds objects of
                 one's own classes (hyperparameters, callbacks). Without it such a checkpoint is refused.
+            on_oom: What to do when a step runs out of memory after the commit: ``climb`` moves to the next stage and
+                runs the step's micro-batches again there, ``raise`` ends the run.
+            trial_timeout: Seconds without any rank completing a micro-batch after which a trial counts as failed.
+                Default: ten times the slowest step so far, at least five minutes.
             **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
 
         Raises:
@@ -133,6 +143,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
                 f"Pass stages=({deepspeed['stage']},) to fix it, or strategy='deepspeed_stage_{deepspeed['stage']}'."
             )
         self.settings = ladder_settings(stages, steps_per_rung, warmup_steps, headroom, memory_limit_bytes, exhaustive)
+        check_rescue(on_oom, trial_timeout)
+        self._on_oom, self._trial_timeout = on_oom, trial_timeout
         self.rung: Rung | None = None
         self._decided = read_decision(decision) if decision is not None else None
         self._save_universal = save_universal
@@ -141,9 +153,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._tokens_per_batch = tokens_per_batch
         self._run_dir = Path(run_dir) if run_dir is not None else None
         self._slot: EngineSlot | None = None
-        self._held: HeldRun | None = None
         self._ladder: LadderCallback | None = None
-        self._window: list[Callable[[], Any]] = []
+        self._climbed: set[int] = set()
+        self._rescue: Rescue | None = None
         self._moves: list[Move] = []
         self._leftover: LeftoverMemory | None = None
         self._base_config: dict[str, Any] = {}
@@ -159,16 +171,15 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         if self._slot is not None:
-            self._release_engine()
+            self.release_engine()
             self._slot.take_down()
             self._slot = None
         super().connect(model)
         self.config = copy.deepcopy(self._given_config)
         self._config_initialized = False
         self.rung = None
-        self._window.clear()
+        self._climbed.clear()
         self._moves.clear()
-        self._held = None
 
     @override
     def setup_environment(self) -> None:
@@ -182,16 +193,32 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_trainer(trainer)
             self._join_ladder(trainer)
+            self._open_rescue(trainer)
 
     @override
     def setup_distributed(self) -> None:
         groups.leave_groups_at_exit()
-        if self.root_device.type != "cpu":
-            super().setup_distributed()
-            return
-        reset_seed()
-        self.set_world_ranks()
-        with groups.without_compiled_shm_op():
+        with GROUP_SOCKETS.noting():
+            if self.root_device.type != "cpu":
+                super().setup_distributed()
+                return
+            reset_seed()
+            self.set_world_ranks()
+            with groups.without_compiled_shm_op():
+                self._init_deepspeed_distributed()
+
+    def join_batch_start(self) -> None:
+        """Take part in what Lightning's training loop does on all ranks before each batch: share a SIGTERM."""
+        if hasattr(TrainingEpochLoop, "_broadcast_sigterm_tensor"):
+            dist.broadcast(torch.zeros(1, dtype=torch.long, device=self.root_device), src=0)
+
+    def make_groups(self, store: Store) -> None:
+        """Make the process groups again, over a store of our own, after those that there were are lost."""
+        backend = self._process_group_backend
+        dist.init_process_group(
+            backend, store=store, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout
+        )
+        with groups.without_compiled_shm_op() if self.root_device.type == "cpu" else nullcontext():
             self._init_deepspeed_distributed()
 
     @contextmanager
@@ -237,13 +264,10 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._adopt_scheduler(scheduler)
 
     def _build_first(self, rung: Rung) -> None:
-        assert self._slot is not None
-        while True:
-            try:
-                self._install(self._slot.build(self._builder(rung)), rung)
-                return
-            except Exception as error:
-                rung = self._after_failed_construction(rung, error)
+        if self._rescue is not None:
+            self._rescue.build_first(rung)
+        else:
+            self.install(self.slot.build(self.builder(rung)), rung)
 
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
@@ -290,20 +314,24 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         )
         return engine, wrapped
 
-    def _builder(self, rung: Rung) -> Callable[[Optimizer | None], Any]:
+    def builder(self, rung: Rung) -> Callable[[Optimizer | None], Any]:
+        """Return what builds the engine of a rung."""
+
         def build(optimizer: Optimizer | None) -> Any:
             assert self._slot is not None
             self._configure_rung(rung)
             if optimizer is not None and isinstance(self.config, dict):
                 self.config.pop("optimizer", None)
                 self.config.pop("scheduler", None)
-            engine, _ = self._setup_model_and_optimizer(self._slot.module, optimizer)
+            with GROUP_SOCKETS.noting():
+                engine, _ = self._setup_model_and_optimizer(self._slot.module, optimizer)
             self._set_deepspeed_activation_checkpointing()
             return engine
 
         return build
 
-    def _install(self, engine: Any, rung: Rung) -> None:
+    def install(self, engine: Any, rung: Rung) -> None:
+        """Train on an engine from now on."""
         self.model = engine
         self.optimizers = [engine.optimizer]
         self.rung = rung
@@ -319,14 +347,21 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             DamagedState: If the state after the move is not the one before it, bit for bit.
             NothingFits: If the rung, and every other one, cannot be built.
         """
-        origin, started_s = self.rung, time.perf_counter()
-        assert self._slot is not None
-        assert self._leftover is not None
+        origin, started_s, leftover_bytes = self.rung, time.perf_counter(), 0
         assert origin is not None
-        self._release_engine()
-        held = self._slot.hold()
-        leftover_bytes = self._leftover.after_teardown(held.state.nbytes)
-        self._resume(held, rung)
+
+        def hold() -> HeldRun:
+            nonlocal leftover_bytes
+            assert self._leftover is not None
+            self.release_engine()
+            held = self.slot.hold()
+            leftover_bytes = self._leftover.after_teardown(held.state.nbytes)
+            return held
+
+        if self._rescue is not None:
+            self._rescue.move(hold, rung)
+        else:
+            self.install(self.slot.resume(hold(), self.builder(rung)), rung)
         elapsed_s = time.perf_counter() - started_s
         self._note_move(origin, *across_ranks([elapsed_s, float(leftover_bytes)], "max", self.root_device))
 
@@ -339,33 +374,42 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
                 f"zero_auto: {leftover_bytes / 2**20:.0f} MiB of memory were not returned on leaving {origin.label}."
             )
 
-    def _resume(self, held: HeldRun, rung: Rung) -> None:
-        assert self._slot is not None
-        self._held = held
-        while True:
-            try:
-                self._install(self._slot.resume(held, self._builder(rung)), rung)
-                return
-            except (DamagedState, UnmovableState):
-                raise
-            except Exception as error:
-                rung = self._after_failed_construction(rung, error)
+    def next_rung(self, failed: Rung, failure: Failure, *, measurable: bool) -> Rung:
+        """Return the rung to go on with after one failed; called on every rank.
 
-    def _after_failed_construction(self, rung: Rung, error: Exception) -> Rung:
-        """Return the next rung to build, or raise the error where there is no ladder to climb."""
-        if self._ladder is None or self._slot is None:
-            raise error
-        following = self._ladder.on_rung_failed(rung, "construction", error)
-        _drop_frames(error)
-        self._release_engine()
-        self._slot.take_down()
-        return following
+        Raises:
+            NothingFits: If there is none.
+        """
+        if self._ladder is not None:
+            return self._ladder.on_rung_failed(failed, failure, measurable=measurable)
+        self._climbed.add(failed.stage)
+        rung = climb(self.settings, self._climbed, failed, failure)
+        rank_zero_warn(f"zero_auto: {failed.label} {failure_words(failure)}; the run goes on at {rung.label}.")
+        return rung
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        automatic = self.lightning_module is None or self.lightning_module.automatic_optimization
+        if self._rescue is None or automatic:
+            return super().training_step(*args, **kwargs)
+        step, progress = super().training_step, _ManualProgress(self._trainer)
+
+        def from_the_start() -> Any:
+            progress.rewind()
+            return step(*args, **kwargs)
+
+        return self._rescue.micro_batch(from_the_start, lambda closure: closure())
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._rescue is not None:
+            self._rescue.phase = "backward"
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             begin_manual_backward(self.deepspeed_engine)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._rescue is not None:
+            self._rescue.phase = "optimizer step"
+        return loss
 
     @override
     def optimizer_step(
@@ -375,39 +419,87 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self._ladder is None:
+        assert self.lightning_module is not None
+        if self._rescue is None or not self.lightning_module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._window.append(closure)
-        try:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        except torch.OutOfMemoryError as error:
-            result = self._climb_and_replay(error, model, **kwargs)
-        if at_boundary(self.deepspeed_engine):
-            self._window.clear()
-            self._held = None
-        return result
+        step = super().optimizer_step
+        return self._rescue.micro_batch(closure, lambda closure: step(self.optimizers[0], closure, model, **kwargs))
 
-    def _climb_and_replay(self, error: torch.OutOfMemoryError, model: Any, **kwargs: Any) -> Any:
-        """Leave a rung on which every rank ran out of memory and repeat the open micro-batches on the next one."""
-        assert self._ladder is not None
-        assert self._slot is not None
-        assert self.rung is not None
-        phase = self._ladder.phase
-        if phase is Phase.OPTIMIZER and self._held is None:
-            raise error  # the step may be half done and no copy of the state before it exists
-        held = self._held if phase is Phase.OPTIMIZER else None
-        following = self._ladder.on_rung_failed(self.rung, _PHASE_WORDS[phase], error)
-        _drop_frames(error)
-        self._release_engine()
-        if held is None:
-            held = self._slot.hold()
+    # Collectives of Lightning between micro-batches -------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._rescue is None or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, *args, **kwargs)
+        before, reduce = tensor.clone(), super().reduce
+        # It adds up in place, and one that broke off may have written.
+        return self._rescue.between(lambda: reduce(tensor.copy_(before), *args, **kwargs))
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        broadcast = super().broadcast
+        return broadcast(obj, src) if self._rescue is None else self._rescue.between(lambda: broadcast(obj, src))
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        barrier = super().barrier
+        if self._rescue is None:
+            barrier(*args, **kwargs)
         else:
-            self._slot.take_down()
-        self._resume(held, following)
-        result = None
-        for closure in self._window:
-            result = super().optimizer_step(self.optimizers[0], closure, model, **kwargs)
-        return result
+            self._rescue.between(lambda: barrier(*args, **kwargs))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._rescue is not None:
+            self._rescue.on_exception(exception)
+            self._rescue = None
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._end_rescue()
+        super().teardown()
+
+    def _open_rescue(self, trainer: pl.Trainer) -> None:
+        """Open the line between the ranks, by which a failure of one is known to all."""
+        if self.world_size == 1:
+            return
+        if not GROUP_SOCKETS and self.root_device.type == "cpu":
+            rank_zero_warn(
+                "zero_auto: the process group was made before the Trainer, so a rank that fails alone cannot call the "
+                "others out of a collective: such a failure ends the run. Let the Trainer make the group."
+            )
+            return
+        assert self.cluster_environment is not None
+        environment = self.cluster_environment
+        line = Lifeline.open(environment.main_address, {environment.main_port})
+        assert self.lightning_module is not None
+        self._rescue = Rescue(self, line, Window(self.lightning_module, lambda: dict(trainer._results or {})))
+        if self._ladder is not None:
+            self._rescue.watch_for_hangs(self._trial_timeout or _TRIAL_TIMEOUT_S, fixed=self._trial_timeout is not None)
+
+    def _end_rescue(self) -> None:
+        if self._rescue is not None:
+            self._rescue.close(together=True)
+            self._rescue = None
+
+    def in_early_trial(self, steps: int) -> bool:
+        """Whether a trial runs that has completed fewer optimizer steps than this."""
+        done = self.trial_steps
+        return done is not None and done < steps
+
+    @property
+    def trial_steps(self) -> int | None:
+        """Optimizer steps that the running trial has completed; None while none runs."""
+        return self._ladder.trial_steps if self._ladder is not None else None
+
+    def untimed(self) -> AbstractContextManager[None]:
+        """Keep what happens inside out of what the trial measures."""
+        return self._ladder.untimed() if self._ladder is not None else nullcontext()
+
+    def explain(self, error: Exception) -> str | None:
+        """Return what an error means where the rung explains it; None where it says so itself."""
+        return None
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -468,11 +560,23 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     def end_ladder(self) -> None:
         """Stop watching: from here a step is what it is under a fixed stage."""
         self._ladder = None
-        self._window.clear()
-        self._held = None
+        if self._rescue is not None:
+            self._rescue.watch_for_hangs(None)
 
-    def _release_engine(self) -> None:
+    @property
+    def walks(self) -> bool:
+        """Whether the ladder is still being walked."""
+        return self._ladder is not None
+
+    @property
+    def has_where_to_go(self) -> bool:
+        """Whether a failed rung need not be the end of the run."""
+        return self.walks or (self._on_oom == "climb" and len(self.settings.stages) > 1)
+
+    def release_engine(self) -> None:
         """Drop the references to the engine that Lightning holds through this strategy."""
+        if self._ladder is not None:
+            self._ladder.on_rung_left()
         self.model = self.lightning_module
         self.optimizers = []
 
@@ -482,6 +586,12 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     def moves(self) -> tuple[Move, ...]:
         """Moves of this run so far."""
         return tuple(self._moves)
+
+    @property
+    def slot(self) -> EngineSlot:
+        """What holds the engine."""
+        assert self._slot is not None
+        return self._slot
 
     def rung_config(self, rung: Rung) -> dict[str, Any]:
         """Return the DeepSpeed config of a rung as the run uses it."""
@@ -608,9 +718,23 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             )
 
 
-def _drop_frames(error: BaseException) -> None:
-    """Let go of the frames of a handled error: they hold activations and the engine."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__context__
+class _ManualProgress:
+    """What a batch of manual optimization advances: Lightning's count of steps, schedulers, learning rates."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._loop = trainer.fit_loop.epoch_loop.manual_optimization
+        self._steps = self._loop.optim_step_progress
+        self._steps_before = copy.deepcopy(self._steps.state_dict())
+        self._schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+        self._schedulers_before = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers]
+        self._rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        self._trainer = trainer
+
+    def rewind(self) -> None:
+        """Put it back to where the batch began."""
+        self._steps.load_state_dict(copy.deepcopy(self._steps_before))
+        for scheduler, state in zip(self._schedulers, self._schedulers_before, strict=True):
+            scheduler.load_state_dict(copy.deepcopy(state))
+        for group, rate in zip(self._trainer.optimizers[0].param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        self._loop.on_run_start()  # has the loop count the steps of an optimizer that is new since

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zeroladder.engine.batching import batched_by_size
 from lightning_zeroladder.engine.digest import checksum
-from lightning_zeroladder.engine.shards import Shard, is_replicated, live_shards, local_weights
+from lightning_zeroladder.engine.shards import Shard, is_replicated, live_shards, local_weights, write_weights
 
 __all__ = [
     "DamagedState",
@@ -27,8 +28,11 @@ __all__ = [
     "OwnerState",
     "UnmovableState",
     "check_alike",
+    "count_weights",
     "install",
     "pour",
+    "recount",
+    "salvage",
     "take",
 ]
 
@@ -202,7 +206,19 @@ def take(engine: Any) -> HeldState:
         UnmovableState: If some optimizer state is neither shaped like its parameter nor a single value.
         DamagedState: If ranks that should hold the same values do not.
     """
-    checksums = global_checksums(engine)
+    return HeldState(salvage(engine), global_checksums(engine))
+
+
+def salvage(engine: Any) -> dict[str, HeldParameter]:
+    """Copy this rank's share of an engine's training state to the host without any other rank.
+
+    Args:
+        engine: A ``DeepSpeedEngine``, which may have broken off in the middle of forward or backward: neither changes
+            the state.
+
+    Raises:
+        UnmovableState: If some optimizer state is neither shaped like its parameter nor a single value.
+    """
     replicated, rank, world_size = is_replicated(engine), dist.get_rank(), dist.get_world_size()
     parameters: dict[str, HeldParameter] = {}
     steps = _shared_steps(engine.basic_optimizer)
@@ -214,7 +230,45 @@ def take(engine: Any) -> HeldState:
         tensors = {key: view.narrow(0, skip, held).detach().to("cpu", copy=True) for key, view in views.items()}
         copied = {key: _copy_scalar(value) for key, value in scalars.items()}
         parameters[shard.name] = HeldParameter(shard.numel, shard.start + skip, tensors, copied)
-    return HeldState(parameters, checksums)
+    return parameters
+
+
+def count_weights(module: Module, device: torch.device) -> dict[str, int]:
+    """Return the checksums of the weights of a whole module. A collective.
+
+    Raises:
+        DamagedState: If they differ between ranks.
+    """
+    named = dict(module.named_parameters())
+    if not named:
+        return {}
+    local = torch.stack([checksum(param.detach().reshape(-1), 0) for param in named.values()]).to(device)
+    lowest, highest = local.clone(), local.clone()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+    odd = [name for name, differs in zip(named, (lowest != highest).tolist(), strict=True) if differs]
+    if odd:
+        raise DamagedState(
+            f"The weights of {', '.join(odd[:3])} differ between ranks after a rung was left. Training stopped; resume "
+            "from the last checkpoint."
+        )
+    return {f"{name}/weights": value for name, value in zip(named, local.tolist(), strict=True)}
+
+
+def recount(parameters: Mapping[str, HeldParameter], device: torch.device) -> dict[str, int]:
+    """Return the checksums of the whole state of which each rank holds a share. A collective."""
+    entries = [
+        (f"{name}/{key}", checksum(piece, held.start))
+        for name, held in parameters.items()
+        for key, piece in held.tensors.items()
+    ]
+    if not entries:
+        return {}
+    total = torch.stack([value for _, value in entries]).to(device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return dict(zip([name for name, _ in entries], total.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,14 +358,14 @@ def _same_scalars(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     )
 
 
-def pour(held: HeldState, engine: Any) -> None:
-    """Write a held state into a freshly built engine, then check that nothing changed on the way.
-
-    The weights used in forward are not written: they stay in the module through a move. A collective.
+def pour(held: HeldState, engine: Any, *, with_weights: bool = False) -> None:
+    """Write a held state into a freshly built engine, then check that nothing changed on the way. A collective.
 
     Args:
         held: What `take` returned on this rank.
         engine: A live ``DeepSpeedEngine`` over the same module and torch optimizer.
+        with_weights: Also make the weights used in forward from the fp32 weights. Without it they are not written:
+            they stay in the module through a move.
 
     Raises:
         UnmovableState: If the new stage steps parameters together whose state differs.
@@ -322,6 +376,7 @@ def pour(held: HeldState, engine: Any) -> None:
         odd = ", ".join(sorted(shards.keys() ^ held.parameters.keys()))
         raise DamagedState(f"The optimized parameters changed during a move: {odd}. Training stopped.")
     optimizer: Optimizer = engine.basic_optimizer
+    module = dict(engine.module.named_parameters())
     _install_empty_state(list(shards.values()), held.parameters, optimizer)
     entries = (
         _Entry(name, key, source.numel, piece.dtype)
@@ -334,7 +389,12 @@ def pour(held: HeldState, engine: Any) -> None:
             piece = whole.narrow(0, shard.start, shard.master.numel())
             target = shard.master if key == MASTER else shard.slice_of(optimizer.state[shard.owner][key])
             target.copy_(piece)
-    _compare(held.checksums, global_checksums(engine))
+            if with_weights and key == MASTER:
+                write_weights(module[name], whole)
+    after = global_checksums(engine)
+    if with_weights:  # what forward uses was not counted before
+        after = {name: value for name, value in after.items() if name in held.checksums}
+    _compare(held.checksums, after)
 
 
 class OwnerState:

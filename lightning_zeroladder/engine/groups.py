@@ -9,7 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["leave_groups_at_exit", "replace_backend", "use_cpu_accelerator", "without_compiled_shm_op"]
+__all__ = [
+    "close_groups",
+    "leave_groups_at_exit",
+    "replace_backend",
+    "use_cpu_accelerator",
+    "without_compiled_shm_op",
+]
 
 _SHM_OP = "deepspeed_shm_comm"
 
@@ -42,6 +48,18 @@ def leave_groups_at_exit() -> None:
 
 def _leave_groups() -> None:
     if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def close_groups() -> None:
+    """Destroy every process group, also those that DeepSpeed keeps at module level, whatever state they are in."""
+    from deepspeed.utils import groups
+
+    replace_backend(None)
+    for name, value in vars(groups).items():
+        if name.startswith("_") and name.isupper() and not isinstance(value, bool | int | str | None):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,17 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zeroladder.engine.boundary import at_boundary
-from lightning_zeroladder.engine.fragments import HeldState, pour, take
+from lightning_zeroladder.engine.fragments import HeldState, count_weights, pour, recount, salvage, take
 from lightning_zeroladder.engine.module import (
     ModuleLedger,
+    WeightPiece,
+    assemble_weights,
+    drop_prefetches,
     is_partitioned,
     own_storage,
     reclaim_weights,
     wait_for_prefetches,
+    weight_pieces,
 )
 from lightning_zeroladder.engine.shards import live_shards, local_weights
 from lightning_zeroladder.probe.memory import trim_host_memory
@@ -90,6 +94,13 @@ class HeldRun:
     state: HeldState
     counters: dict[str, Any]
     scaler: dict[str, Any]
+    rewrites_weights: bool = False
+    """Whether the weights used in forward may be ahead of the state and have to be made from it."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps completed."""
+        return int(self.counters["global_steps"])
 
 
 def _scaler(engine: Any) -> Any:
@@ -168,12 +179,36 @@ class EngineSlot:
         self.take_down()
         return held
 
+    def copy(self) -> HeldRun:
+        """Copy the state of the live engine to the host, without any other rank; the engine stays.
+
+        Its checksums are missing: `verified` adds them.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # DeepSpeed reduces and gathers on streams of its own
+        parameters = salvage(self.engine)
+        self._scaler_state.update(_read(_scaler(self.engine), _SCALER_STATE))
+        return HeldRun(HeldState(parameters, {}), _closed_window(self.engine), dict(self._scaler_state))
+
+    def verified(self, held: HeldRun, device: torch.device) -> HeldRun:
+        """Return a copied run with the checksums that the state must have after it was poured. A collective.
+
+        The module must be whole. Its weights count, unless they are to be made from the state.
+
+        Raises:
+            DamagedState: If the ranks' weights differ.
+        """
+        checksums = recount(held.state.parameters, device)
+        if not held.rewrites_weights:
+            checksums.update(count_weights(self.module, device))
+        return replace(held, state=replace(held.state, checksums=checksums))
+
     def resume(self, held: HeldRun, builder: Builder) -> Any:
         """Build the next engine and pour a held run into it. A collective."""
         assert self.client is not None
         with _keeping_random_state(), self.client.keeping_hyperparameters():
             engine = self._build(builder)
-            pour(held.state, engine)
+            pour(held.state, engine, with_weights=held.rewrites_weights)
         _write(engine, held.counters)
         _write(_scaler(engine), held.scaler)
         return engine
@@ -185,6 +220,41 @@ class EngineSlot:
         """
         wait_for_prefetches(self.module)
         owned = reclaim_weights(self.module)
+        self._dismantle()
+        while owned:
+            param, weights = owned.pop()
+            param.grad = None
+            param.data = own_storage(weights)
+            del weights
+        return_freed_memory()
+
+    def abandon(self) -> dict[Parameter, WeightPiece]:
+        """Take the engine down without the other ranks, whatever it was doing.
+
+        Returns:
+            What this rank holds of each parameter's weights; `assemble` makes the module whole from it. Until then
+            the parameters are of no use.
+        """
+        drop_prefetches(self.module)
+        pieces = weight_pieces(self.module)
+        self._dismantle()
+        return pieces
+
+    def assemble(
+        self, pieces: dict[Parameter, WeightPiece], partitioned: Collection[int], device: torch.device
+    ) -> None:
+        """Make the module whole after `abandon`, over new process groups. A collective.
+
+        Args:
+            pieces: What `abandon` returned.
+            partitioned: Positions of the parameters that some rank holds a piece of only.
+            device: Where the ranks communicate.
+        """
+        assemble_weights(pieces, partitioned, device)
+        return_freed_memory()
+
+    def _dismantle(self) -> None:
+        """Destroy the engine and take its traces off the module; the parameters' data are left to the caller."""
         if self.engine is not None:
             wrapper = self.engine.optimizer
             self.engine.destroy()
@@ -200,12 +270,6 @@ class EngineSlot:
         if self._ledger is not None:
             self._ledger.restore()
             self._ledger = None
-        while owned:
-            param, weights = owned.pop()
-            param.grad = None
-            param.data = own_storage(weights)
-            del weights
-        return_freed_memory()
 
     def _build(self, builder: Builder) -> Any:
         if self.engine is not None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_zeroladder.engine.batching import batched_by_size
+from lightning_zeroladder.engine.shards import local_weights
 
-__all__ = ["ModuleLedger", "is_partitioned", "own_storage", "reclaim_weights", "wait_for_prefetches"]
+__all__ = [
+    "ModuleLedger",
+    "WeightPiece",
+    "assemble_weights",
+    "drop_prefetches",
+    "is_partitioned",
+    "own_storage",
+    "reclaim_weights",
+    "wait_for_prefetches",
+    "weight_pieces",
+]
 
 _HOOKS = (
     "_forward_hooks",
@@ -103,6 +116,72 @@ def wait_for_prefetches(module: Module) -> None:
     while under_way:
         _, handle = under_way.popitem()
         handle.wait()
+
+
+def drop_prefetches(module: Module) -> None:
+    """Forget gathers under way: the process group that they wait for is lost."""
+    getattr(module, "ds_inflight_param_registry", {}).clear()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """What a rank holds of a parameter's weights.
+
+    Attributes:
+        shape: Shape of the whole.
+        start: First element held, of the flattened whole.
+        weights: The elements held, one-dimensional.
+        whole: Whether the rank holds all of them.
+    """
+
+    shape: torch.Size
+    start: int
+    weights: Tensor
+    whole: bool
+
+
+def weight_pieces(module: Module) -> dict[Parameter, WeightPiece]:
+    """Return what this rank holds of each parameter's weights, without any other rank. Copies nothing."""
+    pieces = {}
+    for param in module.parameters():
+        weights, start, whole = local_weights(param)
+        shape = cast(Any, param).ds_shape if is_partitioned(param) else param.shape
+        pieces[param] = WeightPiece(torch.Size(shape), start, weights, whole)
+    return pieces
+
+
+def assemble_weights(pieces: dict[Parameter, WeightPiece], partitioned: Collection[int], device: torch.device) -> None:
+    """Give every parameter whole weights of its own, from the pieces that the ranks hold. A collective.
+
+    Where a rank has the whole and others have pieces, because an engine broke off while it divided the parameters,
+    every rank gives the piece that is its own.
+
+    Args:
+        pieces: What this rank holds, in the order of the module.
+        partitioned: Positions of the parameters that some rank holds a piece of only.
+        device: Where the ranks communicate.
+    """
+    params = list(pieces)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    divided = [params[position] for position in sorted(partitioned)]
+    for batch in batched_by_size(divided, lambda param: pieces[param].shape.numel(), _GATHER_ELEMENTS):
+        for param in batch:
+            piece = pieces.pop(param)
+            numel = piece.shape.numel()
+            width = -(-numel // world_size)
+            start = min(width * rank, numel)
+            own = piece.weights.narrow(0, start, min(width, numel - start)) if piece.whole else piece.weights
+            # Bytes have one owner each, so adding up integers is exact.
+            size = own.element_size()
+            buffer = torch.zeros(-(-numel * size // 8) * 8, dtype=torch.uint8, device=device)
+            buffer[: numel * size].view(own.dtype).narrow(0, start, own.numel()).copy_(own)
+            dist.all_reduce(buffer.view(torch.int64))
+            param.grad = None
+            param.data = buffer[: numel * size].view(own.dtype).view(piece.shape).clone()
+    while pieces:
+        param, piece = pieces.popitem()
+        param.grad = None
+        param.data = own_storage(piece.weights.view(piece.shape))
 
 
 def reclaim_weights(module: Module) -> list[tuple[Parameter, Tensor]]:

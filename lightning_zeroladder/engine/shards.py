@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Shard", "UnsupportedEngine", "is_replicated", "live_shards", "local_weights"]
+__all__ = ["Shard", "UnsupportedEngine", "is_replicated", "live_shards", "local_weights", "write_weights"]
 
 
 class UnsupportedEngine(RuntimeError):
@@ -146,6 +146,15 @@ def live_shards(engine: Any) -> list[Shard]:
 def is_replicated(engine: Any) -> bool:
     """Whether every rank holds the whole optimizer state (stage 0)."""
     return bool(engine.zero_optimization_stage() == 0)
+
+
+def write_weights(param: Parameter, whole: Tensor) -> None:
+    """Set the weights that forward uses, or this rank's part of them, from the whole flattened tensor."""
+    if getattr(param, "ds_tensor", None) is None:
+        param.detach().copy_(whole.view(param.shape))
+        return
+    held, start, _ = local_weights(param)
+    held.copy_(whole.narrow(0, start, held.numel()))
 
 
 def local_weights(param: Parameter) -> tuple[Tensor, int, bool]:

@@ -6,7 +6,7 @@ from lightning_zeroladder.ladder.bound import best_case_step_s, cannot_win
 from lightning_zeroladder.ladder.decide import NothingFits, decide
 from lightning_zeroladder.ladder.fitting import Candidate, candidates, fastest_fitting, ladder_position, usable_bytes
 from lightning_zeroladder.ladder.journal import Journal, read_journal
-from lightning_zeroladder.ladder.plan import Commit, TryRung, ended_early, next_action, single_device
+from lightning_zeroladder.ladder.plan import Commit, TryRung, climb, ended_early, next_action, single_device
 from lightning_zeroladder.ladder.serialize import (
     JSON,
     decision_from_json,
@@ -58,6 +58,7 @@ __all__ = [
     "candidates",
     "cannot_win",
     "check_settings",
+    "climb",
     "decide",
     "decision_from_json",
     "ended_early",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_zeroladder.ladder.bound import cannot_win
-from lightning_zeroladder.ladder.decide import decide
+from lightning_zeroladder.ladder.decide import NothingFits, decide
 from lightning_zeroladder.ladder.fitting import candidates, fastest_fitting, ladder_position, usable_bytes
 from lightning_zeroladder.ladder.types import (
     Decision,
+    Failure,
     LadderSettings,
     Rung,
     RungResult,
@@ -21,7 +22,7 @@ from lightning_zeroladder.ladder.types import (
 from lightning_zeroladder.ladder.validate import check_memory_limit
 from lightning_zeroladder.ladder.words import failure_words, gib, percent, skip_words
 
-__all__ = ["Commit", "TryRung", "ended_early", "next_action", "single_device"]
+__all__ = ["Commit", "TryRung", "climb", "ended_early", "next_action", "single_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,28 @@ def next_action(
             return known, TryRung(Rung(stage))
         known = (*known, TrialResult(Rung(stage), skip=skip))
     return known, Commit(decide(known, settings))
+
+
+def climb(settings: LadderSettings, failed_stages: Collection[int], failed: Rung, failure: Failure) -> Rung:
+    """Return the rung to go on with when a step fails after the commit.
+
+    Args:
+        settings: What the user asked for.
+        failed_stages: Stages that have failed in this run since the commit.
+        failed: The rung that failed now.
+        failure: How.
+
+    Raises:
+        NothingFits: If no higher stage is left.
+    """
+    higher = [stage for stage in sorted(settings.stages) if stage > failed.stage and stage not in failed_stages]
+    if not higher:
+        raise NothingFits(
+            f"{failed.label} {failure_words(failure)} after the ladder had committed to it, and no higher stage is "
+            f"left to go on with: {failure.message}. Resume from the last checkpoint with a smaller micro-batch, "
+            "shorter sequences or more GPUs."
+        )
+    return Rung(higher[0])
 
 
 def single_device(settings: LadderSettings, floors: Mapping[int, int]) -> Decision:

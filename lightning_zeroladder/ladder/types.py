@@ -122,6 +122,7 @@ class FailureKind(StrEnum):
 
     OUT_OF_MEMORY = "out of memory"
     ERROR = "error"
+    HANG = "hang"
 
 
 @dataclass(frozen=True, slots=True)

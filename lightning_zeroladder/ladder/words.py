@@ -66,6 +66,8 @@ def failure_words(failure: Failure) -> str:
     where = f"in {failure.phase} at step {failure.step}"
     if failure.kind is FailureKind.OUT_OF_MEMORY:
         return f"out of memory {where}"
+    if failure.kind is FailureKind.HANG:
+        return f"hung {where}"
     lines = failure.message.strip().splitlines()
     return f"failed {where}: {lines[0]}" if lines else f"failed {where}"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["ERROR", "NOT_RUN", "outcome", "run_cases", "run_ranks"]
+__all__ = ["ERROR", "NOT_RUN", "free_port", "outcome", "rank_environment", "run_cases", "run_ranks"]
 
 ERROR = "error: "
 NOT_RUN = ERROR + "not run: ranks disagreed about an earlier case, "
@@ -27,7 +27,7 @@ _GRACE_S = 20.0
 """How long the other ranks get after one has failed: time to notice the closed connection."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -37,7 +37,7 @@ def _tail(path: Path) -> str:
     return path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace") if path.exists() else ""
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     paths = [str(_HERE), str(_HERE.parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **os.environ,
@@ -79,14 +79,14 @@ def run_ranks(
     tmp_path.mkdir(parents=True, exist_ok=True)
     job = {"payload": payload, "timeout_s": timeout_s}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    port = _free_port()
+    port = free_port()
     outputs = [tmp_path / f"output.{rank}.txt" for rank in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, output in enumerate(outputs):
             with output.open("wb") as stream:
                 command = [sys.executable, str(_HERE / "worker.py"), target, str(tmp_path)]
-                env = {**_environment(rank, ranks, port), **(extra_env or {})}
+                env = {**rank_environment(rank, ranks, port), **(extra_env or {})}
                 processes.append(subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT))
         problem = _wait(processes, timeout_s)
     finally:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import _free_port
+from harness import free_port
 
 from lightning_zeroladder.report.data import read_report
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def start(command: list[str], *, cwd: Path, timeout_s: float = 180) -> str:
     """Run a command that starts its own ranks; return what it printed."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "120"}
+    env = {**os.environ, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "120"}
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=cwd,

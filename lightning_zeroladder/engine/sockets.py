@@ -1,0 +1,98 @@
+"""Which sockets of this process belong to process groups, and how to end a collective that waits on one of them.
+
+A rank that is blocked in a gloo collective is freed when its connections close, and by nothing else: gloo's own abort
+and shut-down leave it waiting (seen in torch 2.13). One that makes a group waits on the group's store for the others'
+addresses: it is freed when its connection to that closes. NCCL has an abort of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+__all__ = ["GROUP_SOCKETS", "GroupSockets", "abort_nccl"]
+
+_FDS = "/proc/self/fd"
+
+
+def _open_sockets() -> dict[int, str]:
+    """Return the kernel's name of each socket of this process by file descriptor."""
+    found: dict[int, str] = {}
+    with suppress(FileNotFoundError):
+        for entry in os.listdir(_FDS):
+            with suppress(OSError):
+                name = os.readlink(f"{_FDS}/{entry}")
+                if name.startswith("socket:"):
+                    found[int(entry)] = name
+    return found
+
+
+class GroupSockets:
+    """The sockets that appeared while process groups were made."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, str] = {}
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Take the sockets that appear inside for those of process groups."""
+        before = _open_sockets()
+        try:
+            yield
+        finally:
+            now = _open_sockets()
+            self._noted.update({fd: name for fd, name in now.items() if before.get(fd) != name})
+
+    def __bool__(self) -> bool:
+        """Whether any are known."""
+        return bool(self._noted)
+
+    def cut(self, spared_ports: Collection[int]) -> int:
+        """Shut down the connections, on this side, and forget them. Returns how many.
+
+        Sockets that listen are left alone: gloo aborts the process when one of those fails.
+
+        Args:
+            spared_ports: Connections that came in at these ports are left alone: other ranks talk to a store there.
+        """
+        current, done = _open_sockets(), 0
+        for fd, name in self._noted.items():
+            if current.get(fd) == name:  # the number may have been given to another socket since
+                done += _shut_down(fd, spared_ports)
+        self._noted.clear()
+        return done
+
+
+def _shut_down(fd: int, spared_ports: Collection[int]) -> bool:
+    try:
+        connection = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return False
+    try:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        connection.getpeername()  # fails where there is none
+        if connection.getsockname()[1] in spared_ports:
+            return False
+        connection.shutdown(socket.SHUT_RDWR)
+        return True
+    except OSError:  # it listens, or is closed already
+        return False
+    finally:
+        connection.close()
+
+
+def abort_nccl() -> None:
+    """Abort what runs on NCCL groups, from any thread."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        _abort_process_group()
+
+
+GROUP_SOCKETS = GroupSockets()
+"""Those of this process: groups, like file descriptors, outlive the Trainer that made them."""
