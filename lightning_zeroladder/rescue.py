@@ -10,13 +10,13 @@ from __future__ import annotations
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zeroladder.engine.boundary import at_boundary
@@ -28,6 +28,9 @@ from lightning_zeroladder.ladder import Failure, FailureKind, NothingFits, Rung
 from lightning_zeroladder.replay import Window
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from lightning_zeroladder.engine.module import WeightPiece
     from lightning_zeroladder.strategy import ZeroAutoStrategy
 
 __all__ = ["GUARDED_STEPS", "Rescue", "StepLost"]
@@ -40,6 +43,9 @@ GUARDED_STEPS = 3
 Torch optimizers allocate their state, and the memory of a step settles, in the first of them: one that runs out of
 memory in the middle of its update does so there. Copying before every step would cost more than it saves.
 """
+
+SAVE_PATIENCE_S = 300.0
+"""How long a rank that saves waits for the others to come to it."""
 
 _TRACEBACK_CHARACTERS = 20_000
 
@@ -102,6 +108,8 @@ class Rescue:
         self.phase = "construction"
         self._measurable = True
         self._begun_by_all = 0
+        self._saves = 0
+        self._parted = False
         self._step_began_s = time.monotonic()
         self._shortest_stall_s: float | None = None
         self.recoveries = 0
@@ -191,6 +199,21 @@ class Rescue:
 
         return self._through(collective, again, own=False)
 
+    def meet_to_save(self) -> None:
+        """Make sure that all ranks save, before the first collective of it.
+
+        Raises:
+            RuntimeError: If some have not come, because the call is made on some ranks only.
+        """
+        self._saves += 1
+        missing = self._line.meet(f"save/{self._saves}", SAVE_PATIENCE_S)
+        if missing:
+            raise RuntimeError(
+                f"save_checkpoint was called on rank {self._line.rank}, but ranks {', '.join(map(str, missing))} did "
+                f"not come to it within {SAVE_PATIENCE_S:.0f} s. Every rank holds a part of the state, so all of them "
+                "have to call it: take trainer.save_checkpoint() out of `if trainer.is_global_zero`."
+            )
+
     # Through failures -------------------------------------------------------------------------------------------
 
     def _through(self, action: Callable[[], T], again: Callable[[], T], *, own: bool = True) -> T:
@@ -219,8 +242,8 @@ class Rescue:
     def _rescue(self, note: Note) -> None:
         """Leave the rung with all ranks and enter the next one."""
         while True:
+            self._leave(note)
             try:
-                self._leave(note)
                 with self._line.guarded():
                     self._go_on(note)
                 return
@@ -280,7 +303,6 @@ class Rescue:
         own = self._own_state()
         self._strategy.release_engine()
         pieces = self._slot.abandon()
-        divided = [number for number, piece in enumerate(pieces.values()) if not piece.whole]
         status = _Status(
             started=self._has_state,
             steps=own.steps if own is not None else None,
@@ -289,15 +311,17 @@ class Rescue:
             kept=self._held.steps if self._held is not None else None,
             begun=len(self._window),
             trial_steps=self._strategy.trial_steps,
-            divided=divided,
+            divided=_divided(pieces),
         )
-        statuses = [_Status(**told) for told in self._line.leave(asdict(status))]
+        told_by_rank = self._line.leave(asdict(status))
+        if any("ended" in told for told in told_by_rank):
+            self._part_from(told_by_rank, pieces)
+        statuses = [_Status(**told) for told in told_by_rank]
         self._line.regroup(close_groups, self._strategy.make_groups)
         self.recoveries += 1
         self._begun_by_all = min(told.begun for told in statuses)
         self._measurable = len({told.trial_steps for told in statuses}) == 1
-        partitioned = {number for told in statuses for number in told.divided}
-        self._slot.assemble(pieces, partitioned, self._strategy.root_device)
+        self._slot.assemble(pieces, _divided_anywhere(told_by_rank), self._strategy.root_device)
         self._has_state = all(told.started for told in statuses)
         self._pending = self._chosen(own, statuses, note) if self._has_state else None
         self._stepping = False
@@ -360,6 +384,7 @@ class Rescue:
 
     def _entered(self) -> None:
         self._has_state = True
+        self._stepping = False  # DeepSpeed takes a step without gradients while it builds some engines
         self._entering = self._pending = None
         self._line.steps = self._steps
         self._watch_optimizer()
@@ -437,10 +462,10 @@ class Rescue:
         try:
             if self._line.note is None:
                 self._line.fail(self._last_words(error))
-            if isinstance(error, Exception) and not isinstance(error, RanksLost):
-                self._part()
+            if isinstance(error, Exception) and not isinstance(error, RanksLost) and not self._parted:
+                self._part(error)
         except Exception as failure:
-            rank_zero_warn(f"zero_auto: the ranks could not part in order: {failure}")
+            warnings.warn(f"zero_auto: the ranks could not part in order: {failure}", stacklevel=2)
             close_groups()
         self.close(together=False)
 
@@ -449,15 +474,23 @@ class Rescue:
         host, name = socket.gethostname(), type(error).__name__
         return Note(self._line.rank, host, "error", self.phase, name, str(error), trace, self._line.steps, True)
 
-    def _part(self) -> None:
+    def _part(self, error: Exception) -> None:
         self._line.wait_for_cut()
         self._strategy.release_engine()
         pieces = self._slot.abandon()
-        divided = [number for number, piece in enumerate(pieces.values()) if not piece.whole]
-        told = self._line.leave({"divided": divided}, patience_s=_PARTING_S)
+        words = f"rank {self._line.rank} on {socket.gethostname()} ended with {type(error).__name__}: {error}"
+        told = self._line.leave({"divided": _divided(pieces), "ended": words}, patience_s=_PARTING_S)
+        self._meet_for_the_last_time(told, pieces)
+
+    def _part_from(self, told: list[dict[str, Any]], pieces: dict[Parameter, WeightPiece]) -> NoReturn:
+        """End as well, where others have not left a rung but the run."""
+        self._meet_for_the_last_time(told, pieces)
+        raise OtherRankFailed("; ".join(status["ended"] for status in told if "ended" in status))
+
+    def _meet_for_the_last_time(self, told: list[dict[str, Any]], pieces: dict[Parameter, WeightPiece]) -> None:
+        self._parted = True
         self._line.regroup(close_groups, self._strategy.make_groups)
-        partitioned = {number for status in told for number in status["divided"]}
-        self._slot.assemble(pieces, partitioned, self._strategy.root_device)
+        self._slot.assemble(pieces, _divided_anywhere(told), self._strategy.root_device)
 
     def close(self, *, together: bool) -> None:
         """Let go of the line, the hook and all copies."""
@@ -467,6 +500,15 @@ class Rescue:
             self._hooked = None
         self._window.close()
         self._held = self._pending = None
+
+
+def _divided(pieces: dict[Parameter, WeightPiece]) -> list[int]:
+    """Return the positions of the parameters that this rank holds a piece of only."""
+    return [number for number, piece in enumerate(pieces.values()) if not piece.whole]
+
+
+def _divided_anywhere(told: list[dict[str, Any]]) -> set[int]:
+    return {number for status in told for number in status["divided"]}
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -506,6 +506,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         assert self._slot is not None
+        if self._rescue is not None:
+            self._rescue.meet_to_save()
         target = Path(self.broadcast(refuse_remote(filepath)))
 
         def write(folder: Path) -> None:

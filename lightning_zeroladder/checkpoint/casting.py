@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from lightning_zeroladder.checkpoint.dtypes import ITEMSIZE
 
 __all__ = ["FLOATS", "cast"]
@@ -27,6 +25,8 @@ def cast(data: bytes | memoryview, source: str, target: str) -> bytes | memoryvi
     """
     if source == target:
         return data
+    import numpy as np  # late: most checkpoints are copied as they are, and importing it takes a third of the start
+
     for dtype in (source, target):
         if dtype not in FLOATS:
             raise ValueError(f"cannot convert {source} to {target}: only {', '.join(FLOATS)} are converted")
@@ -39,10 +39,14 @@ def cast(data: bytes | memoryview, source: str, target: str) -> bytes | memoryvi
 
 
 def _from_bfloat16(data: bytes | memoryview) -> Any:
+    import numpy as np
+
     return (np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def _to_bfloat16(values: Any) -> Any:
+    import numpy as np
+
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

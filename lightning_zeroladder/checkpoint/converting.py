@@ -15,7 +15,7 @@ from lightning_zeroladder.checkpoint.output import appearing, check_space, check
 from lightning_zeroladder.checkpoint.reader import Reader, verify
 from lightning_zeroladder.checkpoint.state import SavedState
 from lightning_zeroladder.checkpoint.universal import universal_bytes, write_common, write_parameter
-from lightning_zeroladder.report.data import collect_versions
+from lightning_zeroladder.versions import collect_versions
 
 __all__ = ["Converted", "convert", "manifest_of", "run_jobs", "write_universal"]
 

@@ -260,9 +260,8 @@ class _Target:
             if saved is None:
                 yield from zeros(part.numel * size)
             else:
-                for span in saved.locate(part.start, part.numel):
-                    for block in reader.blocks(span):
-                        yield cast(block, saved.dtype, dtype) if saved.dtype != dtype else block
+                for block in reader.blocks(*saved.locate(part.start, part.numel)):
+                    yield cast(block, saved.dtype, dtype) if saved.dtype != dtype else block
             at = part.at + part.numel
         yield from zeros((flat.numel - at) * size)
 

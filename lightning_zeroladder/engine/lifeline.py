@@ -189,6 +189,26 @@ class Lifeline:
             said = self._store.compare_set(self._key("failed"), "", json.dumps(asdict(note)))
         return _read_note(said)
 
+    def meet(self, name: str, patience_s: float) -> list[int]:
+        """Wait for all ranks to come to the same place, while all is well.
+
+        Args:
+            name: The place; another one each time.
+            patience_s: How long to wait.
+
+        Returns:
+            The ranks that have not come by then.
+        """
+        self._put(name, {})
+        keys = [self._key(f"{name}/{rank}") for rank in range(self.world_size)]
+        deadline_s = time.monotonic() + patience_s
+        with self._talking():
+            while not self._store.check(keys):
+                if time.monotonic() > deadline_s:
+                    return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                time.sleep(_TICK_S)
+        return []
+
     # Meeting again ----------------------------------------------------------------------------------------------
 
     def wait_for_cut(self) -> None:
@@ -228,6 +248,7 @@ class Lifeline:
             # Through a connection of their own, which is cut with them.
             store = TCPStore(self._address, self.port, None, False, _STORE_TIMEOUT)
             make(PrefixStore(f"groups/{self.generation}", store))
+        GROUP_SOCKETS.store = self._store
         self._note, self._away = None, False
         self._watch()
 

@@ -17,7 +17,7 @@ from lightning_zeroladder.checkpoint.output import check_space, remove_tree, rep
 from lightning_zeroladder.engine.lifecycle import ClientOptimizer
 from lightning_zeroladder.engine.shards import live_shards
 from lightning_zeroladder.engine.together import gather_objects, together
-from lightning_zeroladder.report.data import collect_versions
+from lightning_zeroladder.versions import collect_versions
 
 __all__ = ["SaveContext", "save"]
 

@@ -32,9 +32,14 @@ def _open_sockets() -> dict[int, str]:
 
 
 class GroupSockets:
-    """The sockets that appeared while process groups were made."""
+    """The sockets that appeared while process groups were made.
+
+    Attributes:
+        store: What the groups were made over, where this process serves it: they need it for as long as they live.
+    """
 
     def __init__(self) -> None:
+        self.store: object = None
         self._noted: dict[int, str] = {}
 
     @contextmanager

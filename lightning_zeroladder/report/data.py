@@ -11,7 +11,6 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import psutil
 
 from lightning_zeroladder.ladder.serialize import decision_from_json, settings_from_json, to_json
 from lightning_zeroladder.ladder.types import Decision, LadderSettings
+from lightning_zeroladder.versions import collect_versions
 
 __all__ = [
     "SCHEMA",
@@ -36,7 +36,6 @@ SCHEMA = 1
 REPORT_NAME = "report.json"
 DS_CONFIG_NAME = "ds_config.json"
 _KEYS = ("schema", "complete", "context", "settings", "decision", "moves", "ds_config")
-_PACKAGES = ("torch", "deepspeed", "lightning", "torchmetrics", "lightning_zeroladder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +166,6 @@ def read_report(path: Path) -> RunReport:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         missing = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{file} is damaged: expected a report of schema {SCHEMA}, but {missing}") from error
-
-
-def collect_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter to a result, without importing them.
-
-    A package without metadata is ``not installed``.
-    """
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
 
 
 def collect_hardware() -> dict[str, str | int | float]:

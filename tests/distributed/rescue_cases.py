@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from toys import BATCH, CONFIG, WIDTH, loader, stage_of, whole_weights
 
-from lightning_zeroladder import ZeroAutoStrategy
+from lightning_zeroladder import ZeroAutoStrategy, rescue
 from lightning_zeroladder.engine import lifecycle
 
 STAGES = (0, 1, 2, 3)
@@ -514,6 +514,28 @@ def manual_optimization(folder: Path) -> Any:
     ours = fit(Fault("forward", 2, 1, (1,)), STAGES, folder / "with", 2 * STEPS, model=Manual)
     theirs = fit(Fault("nowhere", -1, 1, ()), (0, 1, 3), folder / "without", 2 * STEPS, model=Manual)
     return {"different": [name for name in SAME if ours[name] != theirs[name]], **_about(ours)}
+
+
+class SavesAlone(Model):
+    """Saves on rank 0 only, a mistake that is often made."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.trainer.is_global_zero:
+            self.trainer.save_checkpoint(str(self.folder / "alone.ckpt"))
+
+
+@other
+def saving_on_one_rank_only(folder: Path) -> Any:
+    def model(fault: Fault) -> SavesAlone:
+        made = SavesAlone(fault)
+        made.folder = folder
+        return made
+
+    rescue.SAVE_PATIENCE_S = 2.0
+    try:
+        return _raised(lambda: fit(Fault("nowhere", -1, 1, ()), STAGES, folder, model=model))
+    finally:
+        rescue.SAVE_PATIENCE_S = 300.0
 
 
 # A process that dies -----------------------------------------------------------------------------------------------

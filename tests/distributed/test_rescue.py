@@ -152,6 +152,14 @@ def test_a_batch_of_manual_optimization_is_run_again(launch: Launches) -> None:
     assert len(by_rank[0]["failures"]) == 1
 
 
+def test_saving_on_one_rank_only_ends_with_a_sentence_about_it(launch: Launches) -> None:
+    saving, other = launch(2, "saving_on_one_rank_only")
+    assert saving["type"] == "RuntimeError"
+    assert "save_checkpoint was called on rank 0, but ranks 1 did not come to it within 2 s" in saving["message"]
+    assert other["type"] == "OtherRankFailed"
+    assert "is_global_zero" in other["message"]
+
+
 def test_a_process_that_is_killed_ends_the_job_with_its_name(tmp_path: Path) -> None:
     ranks, port = 3, free_port()
     (tmp_path / "job.json").write_text(json.dumps({"payload": {"folder": str(tmp_path)}, "timeout_s": 120}))

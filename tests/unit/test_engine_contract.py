@@ -18,7 +18,11 @@ from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordina
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_zeroladder.engine import lifecycle, observe, shards
 from lightning_zeroladder.engine.groups import replace_backend, without_compiled_shm_op
@@ -202,3 +206,40 @@ def test_the_shm_op_is_off_only_inside():
 )
 def test_lightnings_strategy_still_has_what_is_overridden_or_called(name):
     assert callable(getattr(DeepSpeedStrategy, name))
+
+
+def test_the_training_loop_shares_a_sigterm_before_each_batch():
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    assert source.count("self._broadcast_sigterm_tensor()") == 1
+    inside = inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
+    assert "torch.distributed.broadcast(sigterm_tensor, src=0)" in inside
+    assert "except Exception" in inside  # a rank that is called away there goes on to its micro-batch
+
+
+def test_the_loop_of_manual_optimization_counts_steps_where_they_are_rewound():
+    assert "_on_before_step" in inspect.getsource(_ManualOptimization.on_run_start)
+    assert "self.optim_step_progress" in inspect.getsource(_ManualOptimization._on_before_step)
+
+
+def test_logged_values_are_metrics_with_the_states_that_are_put_back():
+    assert issubclass(_ResultMetric, Metric)
+    metric = MeanMetric()
+    assert set(metric._defaults) == {"mean_value", "weight"}
+    assert all(hasattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache"))
+
+
+def test_deepspeed_caches_process_groups_in_private_upper_case_names():
+    from deepspeed.utils import groups
+
+    assert {"_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP"} <= set(vars(groups))
+
+
+def test_torch_can_abort_a_process_group():
+    from torch.distributed import distributed_c10d
+
+    assert callable(distributed_c10d._abort_process_group)
+
+
+def test_stages_1_and_2_keep_the_forward_weights_in_one_piece_per_rank():
+    source = inspect.getsource(DeepSpeedZeroOptimizer)
+    assert all(name in source for name in ("self.parallel_partitioned_bit16_groups", "self.real_dp_process_group"))
