@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -37,8 +37,10 @@ from lightning_zeroladder.config import (
     with_memory_limit,
 )
 from lightning_zeroladder.costmodel import ModelCount
+from lightning_zeroladder.elastic.launching import ResumeLauncher
+from lightning_zeroladder.elastic.run import ElasticRun
 from lightning_zeroladder.engine import groups
-from lightning_zeroladder.engine.boundary import at_boundary, begin_manual_backward
+from lightning_zeroladder.engine.boundary import at_boundary, begin_manual_backward, enter_window
 from lightning_zeroladder.engine.fragments import DamagedState, UnmovableState
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
 from lightning_zeroladder.engine.model_count import count_parameters, meta_count
@@ -103,6 +105,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         decision: str | Path | None = None,
         save_universal: bool = False,
         trusted_checkpoints: bool = False,
+        global_batch: Literal["keep", "scale"] | int = "keep",
         **deepspeed: Any,
     ) -> None:
         """Take the settings; nothing is built yet.
@@ -121,6 +124,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             save_universal: Leave a copy in DeepSpeed's universal format in every checkpoint.
             trusted_checkpoints: Run the code that a loaded checkpoint names, which is needed where it holds objects of
                 one's own classes (hyperparameters, callbacks). Without it such a checkpoint is refused.
+            global_batch: Samples per optimizer step after a resume on another number of ranks: ``"keep"`` as many as
+                before, by changing the accumulation; ``"scale"`` them with the ranks; or a number, from the start.
             **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
 
         Raises:
@@ -147,6 +152,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._moves: list[Move] = []
         self._leftover: LeftoverMemory | None = None
         self._base_config: dict[str, Any] = {}
+        self._elastic = ElasticRun(global_batch)
+        self._knows_micro_batch = True
         # Named here, `stage` is no argument that a command line or YAML file offers.
         super().__init__(stage=self.settings.stages[0], **deepspeed)
         assert self.config is not None
@@ -163,12 +170,18 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             self._slot.take_down()
             self._slot = None
         super().connect(model)
+        self._elastic.begin(model.trainer)
         self.config = copy.deepcopy(self._given_config)
         self._config_initialized = False
         self.rung = None
         self._window.clear()
         self._moves.clear()
         self._held = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = ResumeLauncher(self._launcher, self._elastic.note_checkpoint)
 
     @override
     def setup_environment(self) -> None:
@@ -365,6 +378,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             begin_manual_backward(self.deepspeed_engine)
+        if self._elastic.loss_factor != 1:
+            closure_loss = closure_loss * self._elastic.loss_factor
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -416,10 +431,13 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         assert self._slot is not None
         target = Path(self.broadcast(refuse_remote(filepath)))
 
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._elastic.add_entry(self._trainer, checkpoint, int(self.deepspeed_engine.micro_steps))
+
         def write(folder: Path) -> None:
             super(ZeroAutoStrategy, self).save_checkpoint(checkpoint, folder, storage_options)
 
-        context = SaveContext(str(self._trainer.precision), self.local_rank)
+        context = SaveContext(str(self._trainer.precision), self.local_rank, self._elastic.for_manifest())
         save(
             self._slot.engine,
             self._slot.client,
@@ -456,7 +474,29 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         rank_zero_info(describe_load(restored.opened, self.rung.stage, self.world_size))
         if restored.kept:
             rank_zero_warn(f"The checkpoint has no {', '.join(restored.kept[:5])}: these kept the values they had.")
-        return lightning_entries(restored, trainer)
+        entries = lightning_entries(restored, trainer)
+        if client is not None:
+            self._elastic.loaded(trainer, entries, restored.opened.state.world_size)
+        return entries
+
+    # Where a resumed run goes on --------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return self._elastic.sampler_kwargs(self.world_size, self.global_rank)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._elastic.take_over(self._trainer, dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        counted = self._elastic.on_train_start(self._trainer)
+        if counted is not None:
+            enter_window(self.deepspeed_engine, counted)
 
     def note_batch_size(self, samples: int | None) -> None:
         """Take the micro-batch size from the first batch where the dataloader did not tell it."""
@@ -499,16 +539,20 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             assert isinstance(self.config, dict)
             reconcile_accumulation(self.config, self.lightning_module.trainer.accumulate_grad_batches)
         super()._format_config()
+        if self.lightning_module is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            assert isinstance(self.config, dict)
+            self._elastic.settle(self._trainer, self.config, known=self._knows_micro_batch)
         self._base_config = copy.deepcopy(self.config or {})
 
     @override
     def _auto_select_batch_size(self) -> int:
         # DeepSpeed uses the micro-batch size for its log and its sample count only. A loader without a batch sampler
         # (iterable datasets) does not tell; the ladder sets it from the first batch.
-        try:
-            return int(super()._auto_select_batch_size())
-        except (AttributeError, TypeError):
-            return 1
+        source = self._trainer.fit_loop._data_source
+        batches = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
+        size = getattr(batches, "batch_size", None)
+        self._knows_micro_batch = isinstance(size, int)
+        return size if isinstance(size, int) else 1
 
     def _join_ladder(self, trainer: pl.Trainer) -> None:
         """Put the callback that drives the ladder among the Trainer's callbacks, unless there is nothing to find."""
