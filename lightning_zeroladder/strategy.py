@@ -41,8 +41,10 @@ from lightning_zeroladder.config import (
     with_memory_limit,
 )
 from lightning_zeroladder.costmodel import ModelCount
+from lightning_zeroladder.elastic.launching import ResumeLauncher
+from lightning_zeroladder.elastic.run import ElasticRun
 from lightning_zeroladder.engine import groups
-from lightning_zeroladder.engine.boundary import begin_manual_backward
+from lightning_zeroladder.engine.boundary import begin_manual_backward, enter_window
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
 from lightning_zeroladder.engine.lifeline import Lifeline
 from lightning_zeroladder.engine.model_count import count_parameters, meta_count
@@ -109,6 +111,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         trusted_checkpoints: bool = False,
         on_oom: Literal["climb", "raise"] = "climb",
         trial_timeout: float | None = None,
+        global_batch: Literal["keep", "scale"] | int = "keep",
         **deepspeed: Any,
     ) -> None:
         """Take the settings; nothing is built yet.
@@ -131,6 +134,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
                 runs the step's micro-batches again there, ``raise`` ends the run.
             trial_timeout: Seconds without any rank completing a micro-batch after which a trial counts as failed.
                 Default: ten times the slowest step so far, at least five minutes.
+            global_batch: Samples per optimizer step after a resume on another number of ranks: ``"keep"`` as many as
+                before, by changing the accumulation; ``"scale"`` them with the ranks; or a number, from the start.
             **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
 
         Raises:
@@ -159,6 +164,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._moves: list[Move] = []
         self._leftover: LeftoverMemory | None = None
         self._base_config: dict[str, Any] = {}
+        self._elastic = ElasticRun(global_batch)
+        self._knows_micro_batch = True
         # Named here, `stage` is no argument that a command line or YAML file offers.
         super().__init__(stage=self.settings.stages[0], **deepspeed)
         assert self.config is not None
@@ -175,11 +182,17 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             self._slot.take_down()
             self._slot = None
         super().connect(model)
+        self._elastic.begin(model.trainer)
         self.config = copy.deepcopy(self._given_config)
         self._config_initialized = False
         self.rung = None
         self._climbed.clear()
         self._moves.clear()
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = ResumeLauncher(self._launcher, self._elastic.note_checkpoint)
 
     @override
     def setup_environment(self) -> None:
@@ -406,6 +419,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             self._rescue.phase = "backward"
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             begin_manual_backward(self.deepspeed_engine)
+        if self._elastic.loss_factor != 1:
+            closure_loss = closure_loss * self._elastic.loss_factor
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._rescue is not None:
             self._rescue.phase = "optimizer step"
@@ -510,10 +525,13 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             self._rescue.meet_to_save()
         target = Path(self.broadcast(refuse_remote(filepath)))
 
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._elastic.add_entry(self._trainer, checkpoint, int(self.deepspeed_engine.micro_steps))
+
         def write(folder: Path) -> None:
             super(ZeroAutoStrategy, self).save_checkpoint(checkpoint, folder, storage_options)
 
-        context = SaveContext(str(self._trainer.precision), self.local_rank)
+        context = SaveContext(str(self._trainer.precision), self.local_rank, self._elastic.for_manifest())
         save(
             self._slot.engine,
             self._slot.client,
@@ -550,7 +568,29 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         rank_zero_info(describe_load(restored.opened, self.rung.stage, self.world_size))
         if restored.kept:
             rank_zero_warn(f"The checkpoint has no {', '.join(restored.kept[:5])}: these kept the values they had.")
-        return lightning_entries(restored, trainer)
+        entries = lightning_entries(restored, trainer)
+        if client is not None:
+            self._elastic.loaded(trainer, entries, restored.opened.state.world_size)
+        return entries
+
+    # Where a resumed run goes on --------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return self._elastic.sampler_kwargs(self.world_size, self.global_rank)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._elastic.take_over(self._trainer, dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        counted = self._elastic.on_train_start(self._trainer)
+        if counted is not None:
+            enter_window(self.deepspeed_engine, counted)
 
     def note_batch_size(self, samples: int | None) -> None:
         """Take the micro-batch size from the first batch where the dataloader did not tell it."""
@@ -611,16 +651,20 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             assert isinstance(self.config, dict)
             reconcile_accumulation(self.config, self.lightning_module.trainer.accumulate_grad_batches)
         super()._format_config()
+        if self.lightning_module is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            assert isinstance(self.config, dict)
+            self._elastic.settle(self._trainer, self.config, known=self._knows_micro_batch)
         self._base_config = copy.deepcopy(self.config or {})
 
     @override
     def _auto_select_batch_size(self) -> int:
         # DeepSpeed uses the micro-batch size for its log and its sample count only. A loader without a batch sampler
         # (iterable datasets) does not tell; the ladder sets it from the first batch.
-        try:
-            return int(super()._auto_select_batch_size())
-        except (AttributeError, TypeError):
-            return 1
+        source = self._trainer.fit_loop._data_source
+        batches = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
+        size = getattr(batches, "batch_size", None)
+        self._knows_micro_batch = isinstance(size, int)
+        return size if isinstance(size, int) else 1
 
     def _join_ladder(self, trainer: pl.Trainer) -> None:
         """Put the callback that drives the ladder among the Trainer's callbacks, unless there is nothing to find."""

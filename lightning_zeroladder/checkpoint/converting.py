@@ -179,4 +179,5 @@ def manifest_of(opened: Opened, stage: int | None, world_size: int, folder: Path
         aliases=state.aliases,
         versions=collect_versions(),
         files=[describe_file(path, folder) for path in files],
+        batches=known.batches if known else {},
     )

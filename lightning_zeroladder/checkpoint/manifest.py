@@ -63,6 +63,7 @@ class Manifest:
         aliases: Further names of tied parameters, each with the name it is another one of.
         versions: Versions of the packages.
         files: Every other file.
+        batches: What the run holds on to when it resumes on other ranks, see `lightning_zeroladder.elastic.batch.Kept`.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Manifest:
     aliases: Mapping[str, str]
     versions: Mapping[str, str]
     files: Sequence[FileEntry] = field(default=())
+    batches: Mapping[str, int] = field(default_factory=dict)
 
 
 def describe_file(path: Path, folder: Path) -> FileEntry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["at_boundary", "begin_manual_backward"]
+__all__ = ["at_boundary", "begin_manual_backward", "enter_window"]
 
 
 def at_boundary(engine: Any) -> bool:
@@ -22,3 +22,8 @@ def begin_manual_backward(engine: Any) -> None:
     """
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.clear_backward_seen_flag()
+
+
+def enter_window(engine: Any, micro_batches: int) -> None:
+    """Have the window that begins count so many micro-batches as done, so that it ends that much earlier."""
+    engine.micro_steps = micro_batches

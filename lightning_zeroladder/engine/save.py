@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ class SaveContext:
     Attributes:
         precision: Lightning's precision.
         local_rank: Rank on this host.
+        batches: What a resumed run has to know of its batches.
     """
 
     precision: str
     local_rank: int
+    batches: Mapping[str, int] = field(default_factory=dict)
 
 
 def save(
@@ -143,6 +145,7 @@ def _manifest(engine: Any, client: ClientOptimizer | None, context: SaveContext)
         parameters=parameters,
         aliases=_tied_names(engine.module),
         versions=collect_versions(),
+        batches=context.batches,
     )
 
 
