@@ -243,9 +243,13 @@ class Rescue:
         """Leave the rung with all ranks and enter the next one."""
         while True:
             self._leave(note)
+            self._decide(note)  # on every rank, whatever happens to another one meanwhile: they must not part here
             try:
                 with self._line.guarded():
-                    self._go_on(note)
+                    if self._has_state:
+                        self._enter()
+                    else:
+                        self._build()
                 return
             except _FINAL:
                 raise
@@ -357,15 +361,11 @@ class Rescue:
             )
         return chosen if counted else self._slot.verified(chosen, self._strategy.root_device)
 
-    def _go_on(self, note: Note) -> None:
-        """Decide where to go, and enter that rung."""
+    def _decide(self, note: Note) -> None:
+        """Decide where to go."""
         failed = self._failed()
         failure = Failure(FailureKind(note.kind), note.phase, note.steps, note.words)
         self._entering = self._strategy.next_rung(failed, failure, measurable=self._measurable)
-        if self._has_state:
-            self._enter()
-        else:
-            self._build()
 
     def _build(self) -> None:
         assert self._entering is not None

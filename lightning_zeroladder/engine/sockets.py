@@ -41,16 +41,17 @@ class GroupSockets:
     def __init__(self) -> None:
         self.store: object = None
         self._noted: dict[int, str] = {}
+        self._before: dict[int, str] | None = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Take the sockets that appear inside for those of process groups."""
-        before = _open_sockets()
+        self._before = before = _open_sockets()
         try:
             yield
         finally:
-            now = _open_sockets()
-            self._noted.update({fd: name for fd, name in now.items() if before.get(fd) != name})
+            self._before = None
+            self._noted.update(_appeared(before, _open_sockets()))
 
     def __bool__(self) -> bool:
         """Whether any are known."""
@@ -65,11 +66,17 @@ class GroupSockets:
             spared_ports: Connections that came in at these ports are left alone: other ranks talk to a store there.
         """
         current, done = _open_sockets(), 0
-        for fd, name in self._noted.items():
+        noted, self._noted = self._noted, {}
+        if self._before is not None:  # another thread is making a group now, and waits in it for a rank that has left
+            noted = {**noted, **_appeared(self._before, current)}
+        for fd, name in noted.items():
             if current.get(fd) == name:  # the number may have been given to another socket since
                 done += _shut_down(fd, spared_ports)
-        self._noted.clear()
         return done
+
+
+def _appeared(before: dict[int, str], now: dict[int, str]) -> dict[int, str]:
+    return {fd: name for fd, name in now.items() if before.get(fd) != name}
 
 
 def _shut_down(fd: int, spared_ports: Collection[int]) -> bool:

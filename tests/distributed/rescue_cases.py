@@ -239,6 +239,10 @@ def fit(
     lines = path.read_text().splitlines() if _rank() == 0 else []
     drawn = torch.rand(4)
     weights = whole_weights(module)
+    engine_steps = int(strategy.deepspeed_engine.global_steps)
+    # DeepSpeed's engines of stages 1 to 3 are never collected unless they are taken down.
+    strategy.release_engine()
+    strategy.slot.take_down()
     return {
         "weights": {name: value.tolist() for name, value in weights.items()},
         "losses": [module.losses[index] for index in sorted(module.losses)],
@@ -247,7 +251,7 @@ def fit(
         "ended": seen.ended,
         "lrs": seen.learning_rates,
         "global_step": trainer.global_step,
-        "engine_steps": int(strategy.deepspeed_engine.global_steps) if strategy.model is not None else None,
+        "engine_steps": engine_steps,
         "mean": float(module.mean.compute()),
         "random": drawn.tolist(),
         "logged": {name: float(value) for name, value in sorted(trainer.logged_metrics.items())},
