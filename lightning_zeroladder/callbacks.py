@@ -386,7 +386,7 @@ class LadderCallback(Callback):
     def _log(self, trainer: pl.Trainer, result: TrialResult) -> None:
         measured = result.measurement
         assert measured is not None
-        name = f"zero_ladder/stage_{result.rung.stage}"
+        name = f"zero_ladder/{result.rung.slug}"
         scalars = {
             f"{name}/{measured.unit}_per_s": measured.throughput,
             f"{name}/step_s": measured.step_s.median,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_zeroladder.ladder.beyond import Beyond, HostShare, Option
 from lightning_zeroladder.ladder.bound import best_case_step_s, cannot_win
+from lightning_zeroladder.ladder.buckets import Buckets
+from lightning_zeroladder.ladder.closing import JobSize
 from lightning_zeroladder.ladder.decide import NothingFits, decide
 from lightning_zeroladder.ladder.fitting import Candidate, candidates, fastest_fitting, ladder_position, usable_bytes
 from lightning_zeroladder.ladder.journal import Journal, read_journal
@@ -36,15 +39,20 @@ from lightning_zeroladder.ladder.validate import check_settings, normalize_stage
 __all__ = [
     "JSON",
     "MIN_STEPS",
+    "Beyond",
+    "Buckets",
     "Candidate",
     "Commit",
     "Decision",
     "Failure",
     "FailureKind",
+    "HostShare",
+    "JobSize",
     "Journal",
     "LadderSettings",
     "Measurement",
     "NothingFits",
+    "Option",
     "Rung",
     "RungResult",
     "Skip",

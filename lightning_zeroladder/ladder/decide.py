@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
+from lightning_zeroladder.ladder.closing import JobSize, what_closes
 from lightning_zeroladder.ladder.fitting import Candidate, candidates, ladder_position, usable_bytes
 from lightning_zeroladder.ladder.types import (
     Decision,
@@ -45,12 +46,13 @@ class NothingFits(ValueError):
     """No rung of the ladder could be run; the message says what is missing and what would help."""
 
 
-def decide(trials: Sequence[TrialResult], settings: LadderSettings) -> Decision:
+def decide(trials: Sequence[TrialResult], settings: LadderSettings, job: JobSize | None = None) -> Decision:
     """Choose the rung to commit to.
 
     Args:
         trials: What came of each rung, in any order, each rung once.
         settings: What the user asked for; ``headroom``, ``memory_limit_bytes`` and ``tie`` count here.
+        job: Sizes from which it is said what would help where nothing fits.
 
     Returns:
         The decision, its results in ladder order. When rungs ran but none keeps the headroom, the one with the
@@ -64,14 +66,14 @@ def decide(trials: Sequence[TrialResult], settings: LadderSettings) -> Decision:
     ordered = _in_ladder_order(trials)
     ran = candidates(ordered)
     if not ran:
-        raise NothingFits(_nothing_fits_message(ordered, settings))
+        raise NothingFits(_nothing_fits_message(ordered, settings, job))
     fitting = [candidate for candidate in ran if candidate.fits(settings)]
     if fitting:
         winner = _winner(fitting, settings)
         reason = _reason(winner, fitting, settings)
     else:
         winner = min(ran, key=lambda candidate: candidate.measurement.peak_bytes)
-        reason = _over_margin_reason(winner, settings)
+        reason = " ".join([_over_margin_reason(winner, settings), *what_closes(ordered, settings, job)])
     result = partial(rung_result, settings=settings, committed=winner)
     return Decision(rung=winner.rung, fits=bool(fitting), reason=reason, results=tuple(map(result, ordered)))
 
@@ -161,7 +163,7 @@ def _over_margin_reason(winner: Candidate, settings: LadderSettings) -> str:
     )
 
 
-def _nothing_fits_message(ordered: Sequence[TrialResult], settings: LadderSettings) -> str:
+def _nothing_fits_message(ordered: Sequence[TrialResult], settings: LadderSettings, job: JobSize | None) -> str:
     limit = settings.memory_limit_bytes
     lines = [f"No rung of the ladder could be run with {gib(limit)} of memory per rank."]
     for trial in ordered:
@@ -174,17 +176,17 @@ def _nothing_fits_message(ordered: Sequence[TrialResult], settings: LadderSettin
     if needs:
         needed, label = min(needs)
         lines.append(f"The smallest known shortfall is {gib(needed - limit)} per rank, at {label}.")
-    return "\n".join([*lines, *_what_would_help(ordered)])
+    return "\n".join([*lines, *_what_would_help(ordered, settings, job)])
 
 
-def _what_would_help(ordered: Sequence[TrialResult]) -> list[str]:
+def _what_would_help(ordered: Sequence[TrialResult], settings: LadderSettings, job: JobSize | None) -> list[str]:
     kinds = {trial.failure.kind for trial in ordered if trial.failure}
     skipped = any(trial.skip is not None and trial.skip.kind is SkipKind.CANNOT_FIT for trial in ordered)
     advice = []
     if skipped or FailureKind.OUT_OF_MEMORY in kinds or not kinds:
-        advice.append(
+        advice = what_closes(ordered, settings, job) or [
             "What would help: more GPUs to shard over, a smaller micro-batch or shorter sequences, tensor parallelism."
-        )
+        ]
     if FailureKind.ERROR in kinds:
         advice.append("The errors that are not about memory need a fix in the module or its configuration.")
     return advice

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from lightning_zeroladder.ladder.types import LadderSettings, Measurement, Rung, TrialResult
 
-__all__ = ["Candidate", "candidates", "fastest_fitting", "ladder_position", "usable_bytes"]
+__all__ = ["Candidate", "candidates", "escalation_level", "fastest_fitting", "ladder_position", "usable_bytes"]
 
-LadderPosition = tuple[int, tuple[tuple[str, float, str], ...]]
+LadderPosition = tuple[int, int, tuple[tuple[str, float, str], ...]]
+
+_OFFLOAD_LEVELS = {("offload_optimizer", "cpu"): 1, ("offload_param", "cpu"): 2, ("offload_optimizer", "nvme"): 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,21 @@ class Candidate:
         return self.measurement.peak_bytes <= usable_bytes(settings)
 
 
+def escalation_level(rung: Rung) -> int:
+    """How much more than its stage a rung takes to fit, 0 for plain stages with or without other settings.
+
+    1 is activation checkpointing; each step of offloading adds 2: the optimizer to the host, the weights too, NVMe.
+    """
+    offload = max((_OFFLOAD_LEVELS.get((name, str(value)), 0) for name, value in rung.settings), default=0)
+    return 2 * offload + int(rung.checkpoint_activations)
+
+
 def ladder_position(rung: Rung) -> LadderPosition:
-    """Sort key: stage first, then settings; a plain stage comes before the same stage with settings."""
-    return rung.stage, tuple(
+    """Sort key: the plain stages first, each before the same stage with settings, then one escalation after another."""
+    settings = tuple(
         (name, 0.0 if isinstance(value, str) else float(value), str(value)) for name, value in rung.settings
     )
+    return escalation_level(rung), rung.stage, settings
 
 
 def usable_bytes(settings: LadderSettings) -> float:

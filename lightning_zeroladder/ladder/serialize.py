@@ -74,7 +74,11 @@ def _value(value: Any) -> JSON:
 
 
 def _rung(data: Mapping[str, Any]) -> Rung:
-    return Rung(stage=data["stage"], settings=tuple((name, value) for name, value in data["settings"]))
+    return Rung(
+        stage=data["stage"],
+        settings=tuple((name, value) for name, value in data["settings"]),
+        checkpoint_activations=data.get("checkpoint_activations", False),  # missing in reports of early versions
+    )
 
 
 def _measurement(data: Mapping[str, Any]) -> Measurement:
@@ -89,4 +93,5 @@ def _skip(data: Mapping[str, Any]) -> Skip:
         needed_bytes=data.get("needed_bytes"),
         best_case_gain=data.get("best_case_gain"),
         rival=None if rival is None else _rung(rival),
+        reason=data.get("reason"),
     )

@@ -8,6 +8,7 @@ largest rank's.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,16 +38,33 @@ class Rung:
     Attributes:
         stage: ZeRO stage, 0 to 3.
         settings: ``zero_optimization`` keys that differ from the run's base config, sorted by name.
+            ``offload_optimizer`` and ``offload_param`` have the device as their value, ``cpu`` or ``nvme``.
+        checkpoint_activations: Whether the repeated blocks of the model are recomputed in backward.
     """
 
     stage: int
     settings: tuple[tuple[str, bool | int | str], ...] = ()
+    checkpoint_activations: bool = False
+
+    @property
+    def extras(self) -> str:
+        """What is added to the plain stage, for instance ``activation checkpointing, offload_optimizer=cpu``."""
+        words = ["activation checkpointing"] if self.checkpoint_activations else []
+        return ", ".join([*words, *(f"{name}={value}" for name, value in self.settings)])
 
     @property
     def label(self) -> str:
         """What a person calls the rung, for instance ``stage 2``."""
-        extra = ", ".join(f"{name}={value}" for name, value in self.settings)
-        return f"stage {self.stage} ({extra})" if extra else f"stage {self.stage}"
+        return f"stage {self.stage} ({self.extras})" if self.extras else f"stage {self.stage}"
+
+    @property
+    def slug(self) -> str:
+        """The label as a name for loggers: ``stage_2``, ``stage_3_offload_optimizer_cpu``."""
+        return re.sub(r"[^A-Za-z0-9]+", "_", self.label).strip("_")
+
+    def setting(self, name: str) -> bool | int | str | None:
+        """Value of a ``zero_optimization`` key; None where the rung leaves it as the base config has it."""
+        return dict(self.settings).get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +165,7 @@ class SkipKind(StrEnum):
 
     CANNOT_FIT = "cannot fit"
     CANNOT_WIN = "cannot win"
+    CANNOT_RUN = "cannot run"
     RUN_ENDED = "run ended"
 
 
@@ -159,12 +178,14 @@ class Skip:
         needed_bytes: Predicted lower bound of memory per rank (``CANNOT_FIT``).
         best_case_gain: Gain over the best rung if everything that can hide were hidden (``CANNOT_WIN``), e.g. 0.004.
         rival: The best rung that ``best_case_gain`` refers to (``CANNOT_WIN``).
+        reason: What is missing on this machine or in this model (``CANNOT_RUN``), as a phrase.
     """
 
     kind: SkipKind
     needed_bytes: int | None = None
     best_case_gain: float | None = None
     rival: Rung | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ def skip_words(skip: Skip, settings: LadderSettings, committed: Rung | None) -> 
             name = rival.label if rival else "the best rung"
             best = "" if skip.best_case_gain is None else f": at best {speed_words(skip.best_case_gain)}"
             return f"cannot beat {name}{best}, not tried"
+        case SkipKind.CANNOT_RUN:
+            return f"not tried: {skip.reason}" if skip.reason else "cannot run here, not tried"
         case SkipKind.RUN_ENDED:
             return "not tried: the run ended first"
 

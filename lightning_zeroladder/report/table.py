@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_zeroladder.ladder.types import Measurement, Rung, RungResult, Verdict
+from lightning_zeroladder.ladder.types import Measurement, RungResult, Verdict
 from lightning_zeroladder.report.data import RunContext, RunReport
 
 __all__ = ["build_table", "print_report"]
@@ -108,21 +108,17 @@ def _throughput_header(report: RunReport) -> str:
     return f"{unit}/s/{'GPU' if report.context.device.startswith('cuda') else 'rank'}"
 
 
-def _settings(rung: Rung) -> str:
-    return ", ".join(f"{name}={value}" for name, value in rung.settings)
-
-
 def _notes(report: RunReport) -> dict[str, str]:
     """Letter the settings that rungs differ in: spelled out in the table they would take half its width."""
     rungs = [result.trial.rung for result in report.decision.results]
-    distinct = dict.fromkeys(_settings(rung) for rung in rungs if rung.settings)
+    distinct = dict.fromkeys(rung.extras for rung in rungs if rung.extras)
     return {words: chr(ord("a") + index) for index, words in enumerate(distinct)}
 
 
 def _rung(result: RungResult, notes: dict[str, str], *, ascii_only: bool) -> str:
     rung = result.trial.rung
     marker = (">" if ascii_only else "▶") if result.verdict is Verdict.COMMITTED else " "
-    note = f" [{notes[_settings(rung)]}]" if rung.settings else ""
+    note = f" [{notes[rung.extras]}]" if rung.extras else ""
     return f"{marker} stage {rung.stage}{note}"
 
 

@@ -58,6 +58,7 @@ rungs = st.builds(
         st.sampled_from(["overlap_comm", "reduce_bucket_size", "offload"]),
         st.booleans() | st.integers(0, 10**9) | st.sampled_from(["cpu", "none"]),
     ).map(lambda settings: tuple(sorted(settings.items(), key=lambda item: item[0]))),
+    checkpoint_activations=st.booleans(),
 )
 measurements = st.builds(
     Measurement,
@@ -76,6 +77,7 @@ skips = st.builds(
     st.none() | st.integers(0, 10**12),
     st.none() | st.floats(-1, 1),
     st.none() | rungs,
+    st.none() | st.text(),
 )
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ladder_cases import SETTINGS, finite, ladders, ran, trial_results
+from ladder_cases import SETTINGS, finite, ladders, ran, skipped, trial_results
 
 from lightning_zeroladder.ladder import (
     Decision,
     LadderSettings,
     NothingFits,
+    SkipKind,
     TrialResult,
     decide,
     decision_from_json,
@@ -55,9 +56,15 @@ def test_settings_survive(settings: LadderSettings) -> None:
 
 def test_form() -> None:
     form = to_json(ran(2))
-    assert form["rung"] == {"stage": 2, "settings": []}
+    assert form["rung"] == {"stage": 2, "settings": [], "checkpoint_activations": False}
     assert form["failure"] is None
     assert settings_from_json({"stages": [1], "unknown": 1}) == LadderSettings(stages=(1,))
+
+
+def test_reports_from_before_the_escalations_are_read() -> None:
+    form = json.loads(json.dumps(to_json(skipped(2, SkipKind.RUN_ENDED))))
+    del form["rung"]["checkpoint_activations"], form["skip"]["reason"]
+    assert trial_from_json(form) == skipped(2, SkipKind.RUN_ENDED)
 
 
 def test_values_without_a_form_are_refused() -> None:
