@@ -159,6 +159,17 @@ def test_plans_are_made(args, capsys):
     assert "is the fastest that fits" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("args", [args for args in own_commands() if args[0] == "bench"], ids=" ".join)
+def test_benches_are_started(args, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_zeroladder.cli.bench.started_by_launcher", lambda: False)
+    monkeypatch.setattr("lightning_zeroladder.cli.bench.on_own_ranks", lambda *given: started.append(given) or 0)
+    assert main(args) == 0
+    assert started[0][:2] == ("bench", args[1:])
+    assert started[0][2] >= 2
+
+
 @pytest.mark.parametrize("args", [args for args in own_commands() if args[0] == "prove"], ids=" ".join)
 def test_the_options_of_prove_parse(args, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)  # no step to take: 1 says that everything else was understood

@@ -17,6 +17,7 @@ _COMMANDS: dict[str, str] = {
     "test": "run the test loop (LightningCLI)",
     "predict": "run the prediction loop (LightningCLI)",
     "plan": "predict memory, traffic and throughput of each stage from numbers",
+    "bench": "measure the links between ranks, for plan",
     "report": "print the table of a run's ladder again",
     "inspect": "say what a checkpoint is, what it loads into, and whether it is whole",
     "convert": "convert a checkpoint: to universal, or to another stage and number of ranks",
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "export": _checkpoints,
         "prove": _prove,
         "plan": _plan,
+        "bench": _bench,
     }
     try:
         if name not in own:
@@ -107,8 +109,19 @@ def _plan(args: list[str]) -> int:
 
     try:
         return run_plan(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return _fail(str(error))
+
+
+def _bench(args: list[str]) -> int:
+    from lightning_zeroladder.cli.bench import run_bench
+
+    try:
+        return run_bench(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was written", status=130)
 
 
 def _prove(args: list[str]) -> int:
