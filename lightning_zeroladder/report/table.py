@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_zeroladder.ladder.types import Measurement, Rung, RungResult, Verdict
+from lightning_zeroladder.ladder.types import Measurement, RungResult, Verdict
 from lightning_zeroladder.report.data import RunContext, RunReport
 
 __all__ = ["build_table", "print_report"]
