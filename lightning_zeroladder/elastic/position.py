@@ -21,6 +21,8 @@ class Position:
         samples: Of each dataloader, the samples that all ranks together have seen.
         units: Of each dataloader, the samples of a batch over all ranks; 0 if it does not tell.
         starts: Of each dataloader, the samples at which the iterator in use had begun.
+        seeds: Of each dataloader, what its order was shuffled by; 0 if nothing of ours tells.
+        lengths: Of each dataloader, the samples of an epoch; 0 likewise.
         undone: Batches after this point that were seen when it was saved, whose gradients were not in yet; the run
             sees them again. Those of an earlier epoch are lost.
         world_size: Ranks.
@@ -32,6 +34,8 @@ class Position:
     samples: tuple[int, ...]
     units: tuple[int, ...]
     starts: tuple[int, ...]
+    seeds: tuple[int, ...]
+    lengths: tuple[int, ...]
     undone: int
     world_size: int
 
@@ -54,7 +58,7 @@ def position_of(entries: Mapping[str, Any]) -> Position:
         KeyError: If something is missing.
     """
     values: dict[str, Any] = {name: entries[name] for name in Position.__slots__}
-    for name in ("samples", "units", "starts"):
+    for name in ("samples", "units", "starts", "seeds", "lengths"):
         values[name] = tuple(values[name])
     return Position(**values)
 

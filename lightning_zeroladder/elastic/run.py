@@ -136,6 +136,8 @@ class ElasticRun:
         checkpoint[_ENTRY] = {**position.entries(), "loaders": states if any(states) else []}
 
     def _now(self, trainer: pl.Trainer, micro_steps: int) -> Position:
+        if self._position is not None and not self._entered:
+            return self._position  # it was loaded, and nothing has been trained since
         epochs: Any = trainer.fit_loop.epoch_progress.current
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         loaders = _loaders(trainer)
@@ -145,7 +147,7 @@ class ElasticRun:
         finished = between or (progress.is_last_batch and progress.current.ready == batches)
         waiting = self._open(trainer, micro_steps)
         if finished:
-            return Position(epoch, True, batches, (), units, (), waiting, trainer.world_size)
+            return Position(epoch, True, batches, (), units, (), (), (), waiting, trainer.world_size)
         zeros = (0,) * len(units)
         begun = self._position if self._position is not None and self._position.epoch == epoch else None
         since, seen, starts = batches, zeros, zeros
@@ -153,7 +155,8 @@ class ElasticRun:
             since, seen, starts = batches - begun.batches, begun.samples, begun.starts
         undone = min(waiting, since)
         samples = tuple(first + (since - undone) * max(1, unit) for first, unit in zip(seen, units, strict=True))
-        return Position(epoch, False, batches - undone, samples, units, starts, undone, trainer.world_size)
+        done, (seeds, lengths) = batches - undone, _orders(loaders)
+        return Position(epoch, False, done, samples, units, starts, seeds, lengths, undone, trainer.world_size)
 
     def _open(self, trainer: pl.Trainer, micro_steps: int) -> int:
         """Return the micro-batches whose gradients wait for an optimizer step."""
@@ -212,7 +215,7 @@ class ElasticRun:
             self._keep_interval_inside(trainer, len(loader))
             position = self._position
             if position is not None and position.inside and not self._entered and not _keeps_own_state(loader):
-                ours.begin(position.epoch, _samples(position, 0, loader, trainer.world_size))
+                ours.begin(position.epoch, _samples(position, 0, loader, trainer.world_size), _seed(position, 0))
 
     def _keep_interval_inside(self, trainer: pl.Trainer, batches: int) -> None:
         """Validate at the end of an epoch that has become a batch shorter than the interval of before."""
@@ -262,7 +265,8 @@ class ElasticRun:
             # A loader with a state of its own skips by itself, from where its iterator had begun.
             start = position.starts[index] if own and index < len(position.starts) else samples
             if sampler is not None:
-                moved |= sampler.begin(position.epoch, start)
+                _say_if_other_data(position, index, sampler)
+                moved |= sampler.begin(position.epoch, start, _seed(position, index))
                 left.append(_left(loader, sampler.whole - samples, trainer.world_size))
             elif not own:
                 _say_left_alone(loader, position, same=same)
@@ -272,7 +276,10 @@ class ElasticRun:
             assert trainer.fit_loop._data_fetcher is not None
             iter(trainer.fit_loop._data_fetcher)
         done = _batches_done(trainer.fit_loop.max_batches, counted, seen, left, units)
-        self._position = Position(position.epoch, False, done, tuple(seen), units, tuple(starts), 0, trainer.world_size)
+        seeds, lengths = _orders(loaders)
+        self._position = Position(
+            position.epoch, False, done, tuple(seen), units, tuple(starts), seeds, lengths, 0, trainer.world_size
+        )
         if left:
             _say_where(position, seen[0], loaders[0])
         return done
@@ -304,7 +311,7 @@ def _position_of_loops(loops: dict[str, Any], world_size: int) -> Position:
     progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
     batches, epoch = int(progress["current"]["processed"]), int(epochs["processed"])
     finished = epochs["ready"] == epoch or (progress["is_last_batch"] and progress["current"]["ready"] == batches)
-    return Position(epoch, bool(finished), batches, (), (), (), 0, world_size)
+    return Position(epoch, bool(finished), batches, (), (), (), (), (), 0, world_size)
 
 
 def _loaders(trainer: pl.Trainer) -> list[Any]:
@@ -332,6 +339,17 @@ def _samples(position: Position, index: int, loader: Any, world_size: int) -> in
     if index < len(position.samples):
         return position.samples[index]
     return position.batches * position.world_size * max(1, _unit(loader, world_size) // world_size)
+
+
+def _orders(loaders: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return seeds and lengths of the epochs that are under way."""
+    samplers = [_resumable(loader) for loader in loaders]
+    seeds = (sampler.seed_of_epoch if sampler is not None else 0 for sampler in samplers)
+    return tuple(seeds), tuple(sampler.whole if sampler is not None else 0 for sampler in samplers)
+
+
+def _seed(position: Position, index: int) -> int | None:
+    return position.seeds[index] if index < len(position.seeds) and position.lengths[index] else None
 
 
 def _left(loader: Any, samples: int, world_size: int) -> int:
@@ -387,6 +405,16 @@ def _say_where(position: Position, seen: int, loader: Any) -> None:
     )
 
 
+def _say_if_other_data(position: Position, index: int, sampler: ResumableSampler) -> None:
+    saved = position.lengths[index] if index < len(position.lengths) else 0
+    if saved not in (0, sampler.whole):
+        rank_zero_warn(
+            f"zero_auto: the training data have {sampler.whole} samples, {saved} when the checkpoint was saved in the "
+            f"middle of epoch {position.epoch}: which of them were seen cannot be told, the epoch goes on in an order "
+            "of its own."
+        )
+
+
 def _say_lost(position: Position) -> None:
     if position.undone:
         rank_zero_warn(
@@ -403,9 +431,11 @@ def _say_left_alone(loader: Any, position: Position, *, same: bool) -> None:
             "means nothing on another number of them. The epoch begins anew, and samples are seen again."
         )
         return
-    batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None) if type(batches) is BatchSampler else batches
-    name = type(sampler if sampler is not None else loader).__name__
+    owner: Any = loader
+    batches: Any = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if batches is not None:
+        owner = batches.sampler if type(batches) is BatchSampler else batches
+    name = type(owner).__name__
     rank_zero_warn(
         f"zero_auto: the run resumes in the middle of epoch {position.epoch}. The training data come from your own "
         f"{name}, which is left alone: it has to skip what was seen{'' if same else ' on the other ranks'} by itself."

@@ -54,21 +54,24 @@ class ResumableSampler(DistributedSampler[Any]):
         )
         self.base = base
         self.begun_epoch = 0
+        self.begun_seed = base.seed
         self.seen = 0
 
-    def begin(self, epoch: int, seen: int) -> bool:
+    def begin(self, epoch: int, seen: int, seed: int | None = None) -> bool:
         """Take an epoch up where it was left.
 
         Args:
             epoch: The epoch.
             seen: Samples of it that were seen, over all ranks.
+            seed: What it was shuffled by, where that is not this run's seed.
 
         Returns:
             Whether an iterator made before is of no use any more.
         """
         seen = min(seen, self.whole)
-        same = (self.epoch, self.begun_epoch, self.seen) == (epoch, epoch, seen)
-        self.begun_epoch, self.seen = epoch, seen
+        begun = (epoch, seen, self.base.seed if seed is None else seed)
+        same = (self.begun_epoch, self.seen, self.begun_seed) == begun and self.epoch == epoch
+        self.begun_epoch, self.seen, self.begun_seed = begun
         self.set_epoch(epoch)
         return not same
 
@@ -78,15 +81,16 @@ class ResumableSampler(DistributedSampler[Any]):
         return len(self.base.dataset)  # type: ignore[arg-type]
 
     @property
-    def left(self) -> int:
-        """Samples that are left of the epoch that was begun."""
-        return self.whole - self.seen
+    def seed_of_epoch(self) -> int:
+        """What the present epoch is shuffled by."""
+        return self.begun_seed if self.epoch == self.begun_epoch else self.base.seed
 
     def order(self) -> list[int]:
         """Return every sample of the present epoch, in its order."""
         alone = copy.copy(self.base)
         alone.num_replicas, alone.rank = 1, 0
         alone.num_samples = alone.total_size = self.whole
+        alone.seed = self.seed_of_epoch
         alone.set_epoch(self.epoch)
         return list(alone)
 

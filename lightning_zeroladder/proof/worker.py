@@ -124,12 +124,16 @@ class _ProvingCLI(LightningCLI):
         _scale_gradients(self.trainer.strategy, self.job.layout(self.plan).accumulate / self.plan.before.accumulate)
 
 
+_CHANGED = ("stage", "decision", "global_batch")
+"""Arguments of a strategy that a proof settles itself."""
+
+
 def _strategy(given: Any, stage: int, accumulate: int) -> tuple[dict[str, Any], str | None]:
     """Return zero_auto at one stage with the DeepSpeed settings of the config's strategy, and that one's name."""
     kind, options = _resolve(given)
     deepspeed = issubclass(kind, DeepSpeedStrategy)
     ours = kind if issubclass(kind, ZeroAutoStrategy) else ZeroAutoStrategy
-    options = {name: value for name, value in options.items() if name not in ("stage", "decision")} if deepspeed else {}
+    options = {name: value for name, value in options.items() if name not in _CHANGED} if deepspeed else {}
     path = options.get("config") or os.environ.get(DeepSpeedStrategy.DEEPSPEED_ENV_VAR)
     if path is not None:
         options["config"] = _without_layout(_read_config(path), accumulate)

@@ -206,7 +206,7 @@ def train_loader(job: Job) -> Any:
 def fit(
     place: Path, job: Job, stage: int, callbacks: list[Any], ckpt: str | None, **options: Any
 ) -> tuple[Noted, pl.Trainer, dict[str, Any]]:
-    pl.seed_everything(3, verbose=False)
+    pl.seed_everything(options.pop("seed", 3), verbose=False)
     model, watch = Noted(), Validations()
     model.asks = job.asks
     defaults: dict[str, Any] = {
@@ -324,6 +324,15 @@ def by_hand(place: Path) -> Any:
     return {"second": second, "after": trainer.accumulate_grad_batches}
 
 
+def other_seed_and_data(place: Path) -> Any:
+    """A job that is started again with another seed, and with more data than before."""
+    leg(place, Job(epochs=1), 2, stop=2, save=place)
+    path = str(place / "leg.ckpt")
+    _, _, second = fit(place, Job(epochs=1), 2, [], path, seed=8)
+    _, _, more = fit(place, Job(epochs=1, count=150), 2, [], path)
+    return {"whole": leg(place, Job(epochs=1), 2), "second": second, "more": more}
+
+
 def own_state(place: Path) -> Any:
     """Loaders that keep their own state: each rank gets its own back, and goes on where it was."""
     job = Job(accumulate=1, count=60, epochs=1, kind="stateful")
@@ -350,6 +359,7 @@ def same(payload: dict[str, Any]) -> dict[str, Any]:
         "old": without_our_entries,
         "by-hand": by_hand,
         "own-state": own_state,
+        "other-seed": other_seed_and_data,
         "twice": twice,
     }
     for when in ("validation", "epoch", "step"):

@@ -201,6 +201,16 @@ def test_checkpoint_of_others(results: list[dict[str, Any]]) -> None:
         assert gap(data["second"]["seen"], data["whole"]["seen"][6:]) <= TOLERANCE
 
 
+def test_another_seed_does_not_change_the_order_of_an_epoch(results: list[dict[str, Any]]) -> None:
+    for data in outcome(results, "other-seed"):
+        assert gap(data["second"]["seen"], data["whole"]["seen"][6:]) <= TOLERANCE
+
+
+def test_other_data_are_said(results: list[dict[str, Any]]) -> None:
+    said = " ".join(outcome(results, "other-seed")[0]["more"]["said"])
+    assert "the training data have 150 samples, 144 when the checkpoint was saved in the middle of epoch 0" in said
+
+
 def test_loaders_with_a_state_of_their_own(results: list[dict[str, Any]]) -> None:
     for rank, data in enumerate(outcome(results, "own-state")):
         assert gap(data["first"]["seen"] + data["second"]["seen"], data["whole"]["seen"]) <= TOLERANCE

@@ -96,6 +96,20 @@ def test_a_loader_that_is_cycled_gets_all_of_it_in_the_next_round():
     assert [len(list(sampler)), len(list(sampler))] == [6, 10]
 
 
+def test_an_epoch_that_was_begun_keeps_its_order_under_another_seed():
+    """A job that is started again may draw another seed; the epochs after this one follow it."""
+    before = samplers(20, 2, seed=1)[0]
+    sampler = samplers(20, 2, seed=7)[0]
+    sampler.begin(0, 8, seed=1)
+    assert list(sampler) == share(before.order(), 8, 2, 0, drop_last=False)
+    sampler.set_epoch(1)
+    before.set_epoch(1)
+    assert sampler.order() != before.order()
+    other = samplers(20, 2, seed=7)[0]
+    other.set_epoch(1)
+    assert sampler.order() == other.order()
+
+
 def test_length_is_that_of_an_epoch():
     sampler = samplers(20, 2)[0]
     sampler.begin(0, 8)
@@ -110,8 +124,8 @@ def test_injected_rank_is_a_rank(rank):
 
 
 def test_position_comes_back():
-    position = Position(3, False, 7, (56, 12), (8, 0), (0, 4), 1, 4)
+    position = Position(3, False, 7, (56, 12), (8, 0), (0, 4), (5, 0), (90, 0), 1, 4)
     assert position_of(position.entries()) == position
     assert position.inside
-    assert not Position(3, True, 7, (), (), (), 0, 4).inside
-    assert not Position(3, False, 0, (0,), (8,), (0,), 0, 4).inside
+    assert not Position(3, True, 7, (), (), (), (), (), 0, 4).inside
+    assert not Position(3, False, 0, (0,), (8,), (0,), (5,), (9,), 0, 4).inside
