@@ -20,10 +20,12 @@ from lightning_zeroladder.engine.boundary import at_boundary
 from lightning_zeroladder.engine.model_count import count_parameters
 from lightning_zeroladder.engine.observe import BackendObserver
 from lightning_zeroladder.ladder import (
+    Beyond,
     Commit,
     Decision,
     Failure,
     FailureKind,
+    JobSize,
     Journal,
     LadderSettings,
     Rung,
@@ -85,6 +87,8 @@ class LadderCallback(Callback):
         self._walking: ZeroAutoStrategy | None = trainer.strategy if trainer is not None else None  # type: ignore[assignment]
         self._trials: tuple[TrialResult, ...] = ()
         self._floors: Mapping[int, int] = {}
+        self._beyond: Beyond | None = None
+        self._job: JobSize | None = None
         self._world_size = 1
         self._device = torch.device("cpu")
         self._trial: Trial | None = None
@@ -99,17 +103,22 @@ class LadderCallback(Callback):
 
     # Called by the strategy -------------------------------------------------------------------------------------
 
-    def first_rung(self, floors: Mapping[int, int], world_size: int) -> Rung:
+    def first_rung(
+        self, floors: Mapping[int, int], world_size: int, beyond: Beyond | None = None, job: JobSize | None = None
+    ) -> Rung:
         """Choose the rung that the run starts on.
 
         Args:
             floors: Bytes per rank that each stage certainly needs.
             world_size: Data-parallel ranks.
+            beyond: What there is beyond the plain stages.
+            job: Sizes from which an error says what would help.
 
         Raises:
             NothingFits: If no stage can fit.
         """
         assert self._walking is not None
+        self._beyond, self._job = beyond, job
         self._floors, self._world_size, self._device = floors, world_size, self._walking.root_device
         self._open_journal(self._walking._trainer)
         if world_size == 1:
@@ -154,7 +163,7 @@ class LadderCallback(Callback):
         self._decision = self._action = None
         worked = candidates(self._trials)
         if failure.kind is FailureKind.ERROR and worked:
-            self._trials, self._action = next_action(self.settings, self._trials, self._floors, self._world_size)
+            self._trials, self._action = self._next_action()
             return worked[0].rung
         return self._next_rung()
 
@@ -276,7 +285,7 @@ class LadderCallback(Callback):
         if self._walking is None:
             self._decision = decide(self._trials, self.settings)
             return
-        self._trials, self._action = next_action(self.settings, self._trials, self._floors, self._world_size)
+        self._trials, self._action = self._next_action()
 
     def _carry_out(self, action: TryRung | Commit, trainer: pl.Trainer) -> None:
         assert self._walking is not None
@@ -292,8 +301,11 @@ class LadderCallback(Callback):
         if self._decision is not None:  # it is taken back where the rung failed to build again
             self._finish(trainer, self._decision)
 
+    def _next_action(self) -> tuple[tuple[TrialResult, ...], TryRung | Commit]:
+        return next_action(self.settings, self._trials, self._floors, self._world_size, self._beyond, self._job)
+
     def _next_rung(self) -> Rung:
-        self._trials, action = next_action(self.settings, self._trials, self._floors, self._world_size)
+        self._trials, action = self._next_action()
         if isinstance(action, TryRung):
             return action.rung
         self._decision = action.decision

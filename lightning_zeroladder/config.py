@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _REMOVED_PREFIX = "mics_"
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def check_config(config: Mapping[str, Any], stages: Sequence[int]) -> None:
@@ -76,7 +77,9 @@ def reconcile_accumulation(config: dict[str, Any], accumulate_grad_batches: int)
         )
 
 
-def rung_config(base: Mapping[str, Any], rung: Rung, *, manual_optimization: bool) -> dict[str, Any]:
+def rung_config(
+    base: Mapping[str, Any], rung: Rung, *, manual_optimization: bool, nvme_path: str | Path | None = None
+) -> dict[str, Any]:
     """Return a config of its own for a rung.
 
     Args:
@@ -84,11 +87,19 @@ def rung_config(base: Mapping[str, Any], rung: Rung, *, manual_optimization: boo
         rung: What to run.
         manual_optimization: Whether the module calls backward and step itself. DeepSpeed then has to leave the end of
             an accumulation window to the caller, or stages 1 and 2 would keep the last micro-batch's gradient only.
+        nvme_path: Where a rung that offloads to NVMe keeps its state.
     """
     config = copy.deepcopy(dict(base))
     zero = config.setdefault("zero_optimization", {})
     zero["stage"] = rung.stage
     zero.update(dict(rung.settings))
+    for name in _OFFLOADS:
+        if (device := rung.setting(name)) is not None:
+            path = {"nvme_path": str(nvme_path)} if device == "nvme" else {}
+            zero[name] = {**((base.get("zero_optimization") or {}).get(name) or {}), "device": device, **path}
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        # DeepSpeed would refuse any optimizer but its own; the user's keeps its state and its hyperparameters.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
     if manual_optimization:
         config["managed_gradient_accumulation"] = False
         if rung.stage != 2:

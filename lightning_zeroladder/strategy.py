@@ -6,7 +6,7 @@ import argparse
 import copy
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from lightning_zeroladder.costmodel import ModelCount
 from lightning_zeroladder.elastic.launching import ResumeLauncher
 from lightning_zeroladder.elastic.run import ElasticRun
 from lightning_zeroladder.engine import groups
+from lightning_zeroladder.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zeroladder.engine.boundary import begin_manual_backward, enter_window
 from lightning_zeroladder.engine.lifecycle import EngineSlot, HeldRun, born_partitioned, return_freed_memory
 from lightning_zeroladder.engine.lifeline import Lifeline
@@ -52,6 +53,7 @@ from lightning_zeroladder.engine.optimizer_probe import OptimizerState, probe_op
 from lightning_zeroladder.engine.restore import restore
 from lightning_zeroladder.engine.save import SaveContext, save
 from lightning_zeroladder.engine.sockets import GROUP_SOCKETS
+from lightning_zeroladder.escalation import Facts, job_size, largest_parameter, what_is_beyond
 from lightning_zeroladder.ladder import Failure, Rung, climb
 from lightning_zeroladder.ladder.types import ZERO_STAGES
 from lightning_zeroladder.ladder.words import failure_words
@@ -112,6 +114,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         on_oom: Literal["climb", "raise"] = "climb",
         trial_timeout: float | None = None,
         global_batch: Literal["keep", "scale"] | int = "keep",
+        checkpoint_blocks: Sequence[str] = (),
+        nvme_path: str | Path | None = None,
+        allow_quantized: bool = False,
         **deepspeed: Any,
     ) -> None:
         """Take the settings; nothing is built yet.
@@ -136,6 +141,10 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
                 Default: ten times the slowest step so far, at least five minutes.
             global_batch: Samples per optimizer step after a resume on another number of ranks: ``"keep"`` as many as
                 before, by changing the accumulation; ``"scale"`` them with the ranks; or a number, from the start.
+            checkpoint_blocks: Names of the classes whose instances are recomputed in backward where no stage fits
+                without, such as ``("Block",)``. Default: the model's own switch, or its repeated blocks.
+            nvme_path: Folder on a fast local disk. Given, weights and optimizer state go there where nothing else fits.
+            allow_quantized: Also try to send rounded weights and gradients at stage 3 (qwZ, qgZ).
             **deepspeed: Arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, except ``stage``.
 
         Raises:
@@ -154,6 +163,10 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._decided = read_decision(decision) if decision is not None else None
         self._save_universal = save_universal
         self._trusted_checkpoints = trusted_checkpoints
+        self._checkpoint_blocks = tuple(checkpoint_blocks)
+        self._nvme_path = nvme_path
+        self._allow_quantized = allow_quantized
+        self._checkpointing: ActivationCheckpointing | None = None
         self._factored = False
         self._tokens_per_batch = tokens_per_batch
         self._run_dir = Path(run_dir) if run_dir is not None else None
@@ -166,6 +179,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         self._base_config: dict[str, Any] = {}
         self._elastic = ElasticRun(global_batch)
         self._knows_micro_batch = True
+        if nvme_path is not None:
+            deepspeed["nvme_path"] = str(nvme_path)
         # Named here, `stage` is no argument that a command line or YAML file offers.
         super().__init__(stage=self.settings.stages[0], **deepspeed)
         assert self.config is not None
@@ -181,6 +196,9 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             self.release_engine()
             self._slot.take_down()
             self._slot = None
+        if self._checkpointing is not None:
+            self._checkpointing.switch(False)
+            self._checkpointing = None
         super().connect(model)
         self._elastic.begin(model.trainer)
         self.config = copy.deepcopy(self._given_config)
@@ -270,7 +288,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             check_optimizer(optimizer, state, self.settings.stages)
         return_freed_memory()
         self._leftover = LeftoverMemory(self.root_device)
-        rung = self._first_rung(self._floors(count_parameters(model), state))
+        self._checkpointing = ActivationCheckpointing(model, self._checkpoint_blocks)
+        rung = self._first_rung(model, optimizer, state)
         if born_partitioned(model) and rung.stage != 3:
             self._slot.take_down()
         self._build_first(rung)
@@ -329,6 +348,8 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
 
     def builder(self, rung: Rung) -> Callable[[Optimizer | None], Any]:
         """Return what builds the engine of a rung."""
+        assert self._checkpointing is not None
+        self._checkpointing.switch(rung.checkpoint_activations)
 
         def build(optimizer: Optimizer | None) -> Any:
             assert self._slot is not None
@@ -639,7 +660,7 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         """Return the DeepSpeed config of a rung as the run uses it."""
         assert self.lightning_module is not None
         manual = not self.lightning_module.automatic_optimization
-        return rung_config(self._base_config, rung, manual_optimization=manual)
+        return rung_config(self._base_config, rung, manual_optimization=manual, nvme_path=self._nvme_path)
 
     def _configure_rung(self, rung: Rung) -> None:
         self._init_config_if_needed()
@@ -680,9 +701,19 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
         # First, so that a move is over before any other callback sees the batch.
         callbacks.insert(0, self._ladder)
 
-    def _first_rung(self, floors: Mapping[int, int]) -> Rung:
+    def _first_rung(self, model: Module, optimizer: Optimizer | None, state: OptimizerState | None) -> Rung:
         if self._ladder is not None:
-            return self._ladder.first_rung(floors, self.world_size)
+            assert self._checkpointing is not None
+            facts = self._facts(model, state)
+            beyond = what_is_beyond(
+                facts,
+                optimizer,
+                no_checkpointing=self._checkpointing.unavailable,
+                nvme_path=self._nvme_path,
+                allow_quantized=self._allow_quantized,
+            )
+            floors = self._floors(facts.count, state)
+            return self._ladder.first_rung(floors, self.world_size, beyond, job_size(facts))
         if self._decided is not None:
             return self._decided_rung(self._decided)
         return Rung(self.settings.stages[0])
@@ -696,6 +727,19 @@ class ZeroAutoStrategy(DeepSpeedStrategy):
             )
         rank_zero_info(f"zero_auto: starting at {rung.label}, decided in an earlier run.")
         return rung
+
+    def _facts(self, model: Module, state: OptimizerState | None) -> Facts:
+        return Facts(
+            count=count_parameters(model),
+            largest=largest_parameter(model),
+            world_size=self.world_size,
+            nodes=self.num_nodes,
+            low_precision=self._low_precision,
+            moment_bytes=state.bytes_per_parameter if state is not None else 0,
+            zero_config=self._base_config.get("zero_optimization", {}),
+            device=self.root_device,
+            accumulate=self._trainer.accumulate_grad_batches,
+        )
 
     def _floors(self, count: ModelCount, state: OptimizerState | None) -> dict[int, int]:
         return certain_floors(
