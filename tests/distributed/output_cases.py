@@ -91,11 +91,13 @@ def tight_memory(folder: Path) -> Any:
     trainer = walk(folder, memory_limit_bytes=64 << 20)
     trainer.strategy.barrier()
     report = read_report(folder / "ladder")
+    measured = [row for row in report.decision.results if row.trial.measurement is not None]
     return {
         "fits": report.decision.fits,
-        "verdicts": [row.verdict.value for row in report.decision.results],
-        "smallest": min(report.decision.results, key=lambda row: row.trial.measurement.peak_bytes).trial.rung.stage,
-        "committed": trainer.strategy.rung.stage,
+        "verdicts": [row.verdict.value for row in measured],
+        "plain": [row.trial.rung.stage for row in measured if row.trial.rung.label == f"stage {row.trial.rung.stage}"],
+        "smallest": min(measured, key=lambda row: row.trial.measurement.peak_bytes).trial.rung.label,
+        "committed": trainer.strategy.rung.label,
     }
 
 
