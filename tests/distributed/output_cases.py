@@ -91,13 +91,16 @@ def tight_memory(folder: Path) -> Any:
     trainer = walk(folder, memory_limit_bytes=64 << 20)
     trainer.strategy.barrier()
     report = read_report(folder / "ladder")
-    measured = [row for row in report.decision.results if row.trial.measurement is not None]
     return {
         "fits": report.decision.fits,
-        "verdicts": [row.verdict.value for row in measured],
-        "plain": [row.trial.rung.stage for row in measured if row.trial.rung.label == f"stage {row.trial.rung.stage}"],
-        "smallest": min(measured, key=lambda row: row.trial.measurement.peak_bytes).trial.rung.label,
-        "committed": trainer.strategy.rung.label,
+        "verdicts": [row.verdict.value for row in report.decision.results],
+        "words": [row.words for row in report.decision.results],
+        "smallest": min(
+            (row.trial for row in report.decision.results if row.trial.measurement),
+            key=lambda trial: trial.measurement.peak_bytes,
+        ).rung.stage,
+        "committed": trainer.strategy.rung.stage,
+        "reason": report.decision.reason,
     }
 
 
@@ -141,6 +144,7 @@ def born(folder: Path, *, limit_per_parameter: float, stages: tuple[int, ...] = 
     return {
         "sharded": trainer.lightning_module.born_sharded,
         "stages": sorted(set(trainer.lightning_module.stages)),
+        "first": trainer.lightning_module.stages[0],
         "losses": trainer.lightning_module.losses,
         "sum": float(sum(value.double().sum() for value in weights.values())),
     }

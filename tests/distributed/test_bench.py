@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import _free_port
+from harness import free_port
 
 from lightning_zeroladder.costmodel.links import Where
 from lightning_zeroladder.costmodel.links_file import links_from_json, read_links
@@ -40,7 +40,7 @@ def test_by_itself_it_starts_its_ranks(tmp_path: Path) -> None:
 
 def test_under_slurm_it_uses_the_ranks_of_the_job(tmp_path: Path) -> None:
     """Two tasks on two nodes, as srun would start them."""
-    port = str(_free_port())
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             COMMAND,

@@ -62,8 +62,12 @@ def test_where_no_rung_keeps_the_margin_the_smallest_is_taken(results: list[dict
     for data in outcome(results, "tight_memory"):
         assert data["fits"] is False
         assert data["committed"] == data["smallest"]
-        assert sorted(data["verdicts"]) == ["committed", *["over margin"] * (len(data["verdicts"]) - 1)]
-        assert data["plain"] == [0, 1, 2, 3]
+        assert sorted(data["verdicts"][:4]) == ["committed", "over margin", "over margin", "over margin"]
+        # The model is a few thousand weights: no offload of theirs frees what a Python process holds.
+        assert set(data["verdicts"][4:]) == {"skipped"}
+        assert "no block of the model repeats" in data["words"][4]
+        assert all(words.startswith("needs") for words in data["words"][5:])
+        assert "What would close it" in data["reason"]
 
 
 def test_a_rung_that_cannot_fit_is_not_tried(results: list[dict[str, Any]]) -> None:
@@ -77,7 +81,7 @@ def test_where_nothing_can_fit_the_run_ends_with_what_would_help(results: list[d
     for words in outcome(results, "nothing_fits"):
         assert words.startswith("NothingFits: ")
         assert "GPUs" in words
-        assert "tensor parallelism" in words.lower()
+        assert "Tensor parallelism of degree" in words
 
 
 def test_configure_model_is_sharded_at_birth_only_where_nothing_else_holds_the_model(
@@ -86,8 +90,7 @@ def test_configure_model_is_sharded_at_birth_only_where_nothing_else_holds_the_m
     for whole, sharded in zip(outcome(results, "born_whole"), outcome(results, "born_sharded"), strict=True):
         assert whole["sharded"] is False
         assert sharded["sharded"] is True
-        assert 0 not in sharded["stages"]  # offloads bring 1 and 2 within the limit
-        assert 3 in sharded["stages"]
+        assert sharded["first"] == 3
         # Same seed and data: the stage does not show in the losses beyond fp32 rounding.
         assert max(abs(a - b) for a, b in zip(whole["losses"], sharded["losses"], strict=True)) < 1e-6
         assert whole["sum"] == pytest.approx(sharded["sum"], abs=1e-3)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import _free_port, _tail
+from harness import free_port, _tail
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(560)]
 
@@ -136,7 +136,7 @@ def windows() -> Counter[str]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, _free_port())
+    cluster = Cluster(tmp_path, free_port())
     yield cluster
     cluster.end()
 
