@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import free_port, _tail
+from harness import _tail, free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(560)]
 
