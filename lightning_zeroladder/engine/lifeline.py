@@ -116,6 +116,7 @@ class Lifeline:
         self._note: Note | None = None
         self._cut = threading.Event()
         self._closed = False
+        self._regrouping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._watch()
 
@@ -243,7 +244,8 @@ class Lifeline:
         close()
         self._put("closed", {})
         self._all("closed")
-        self.generation += 1
+        with self._regrouping:
+            self.generation += 1
         with GROUP_SOCKETS.noting():
             # Through a connection of their own, which is cut with them.
             store = TCPStore(self._address, self.port, None, False, _STORE_TIMEOUT)
@@ -285,17 +287,22 @@ class Lifeline:
         self._note = note
         ended = threading.Event()
         threading.Thread(target=self._show_life, args=(generation, ended), daemon=True).start()
-        self._settle(generation, note)
-        GROUP_SOCKETS.cut(self._spared_ports)
-        abort_nccl()
-        self._cut.set()
-        self._call_away(generation)
-        ended.set()
+        try:
+            self._settle(generation, note)
+            GROUP_SOCKETS.cut(self._spared_ports)
+            abort_nccl()
+        finally:
+            self._cut.set()
+            self._call_away(generation)
+            ended.set()
 
     def _call_away(self, generation: int) -> None:
         """See to it that the main thread leaves: one that is not in a collective is interrupted where it is."""
         interrupt_s = time.monotonic() + _INTERRUPT_S
         while self.generation == generation and not self._closed:
+            with self._regrouping:
+                if self.generation == generation and not self._away:
+                    GROUP_SOCKETS.cut(self._spared_ports)  # of groups that were being made at the first cut
             if not self._away and self._depth and time.monotonic() > interrupt_s:
                 raised = ctypes.py_object(OtherRankFailed)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), raised)

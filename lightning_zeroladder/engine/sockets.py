@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
@@ -42,16 +43,19 @@ class GroupSockets:
         self.store: object = None
         self._noted: dict[int, str] = {}
         self._before: dict[int, str] | None = None
+        self._lock = threading.Lock()  # one thread makes groups while another cuts
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Take the sockets that appear inside for those of process groups."""
-        self._before = before = _open_sockets()
+        with self._lock:
+            self._before = before = _open_sockets()
         try:
             yield
         finally:
-            self._before = None
-            self._noted.update(_appeared(before, _open_sockets()))
+            with self._lock:
+                self._before = None
+                self._noted.update(_appeared(before, _open_sockets()))
 
     def __bool__(self) -> bool:
         """Whether any are known."""
@@ -65,10 +69,12 @@ class GroupSockets:
         Args:
             spared_ports: Connections that came in at these ports are left alone: other ranks talk to a store there.
         """
-        current, done = _open_sockets(), 0
-        noted, self._noted = self._noted, {}
-        if self._before is not None:  # another thread is making a group now, and waits in it for a rank that has left
-            noted = {**noted, **_appeared(self._before, current)}
+        done = 0
+        with self._lock:
+            current = _open_sockets()
+            noted, self._noted = self._noted, {}
+            if self._before is not None:  # another thread is making a group, and may wait in it for a rank that left
+                noted.update(_appeared(self._before, current))
         for fd, name in noted.items():
             if current.get(fd) == name:  # the number may have been given to another socket since
                 done += _shut_down(fd, spared_ports)

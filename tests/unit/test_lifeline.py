@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_zeroladder.engine import lifeline
+from lightning_zeroladder.engine import lifeline, sockets
 from lightning_zeroladder.engine.lifeline import Lifeline, Note, OtherRankFailed, RanksLost
-from lightning_zeroladder.engine.sockets import GroupSockets
+from lightning_zeroladder.engine.sockets import GROUP_SOCKETS, GroupSockets
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -93,7 +93,8 @@ def test_ranks_meet_again_and_a_new_generation_begins(lines):
     regrouped(lines)
 
 
-def test_a_rank_that_is_behind_gets_time_to_complete_its_step(lines):
+def test_a_rank_that_is_behind_gets_time_to_complete_its_step(lines, monkeypatch):
+    monkeypatch.setattr(lifeline, "_CATCH_UP_S", 30.0)  # far longer than the test waits
     lines[0].steps, lines[1].steps = 5, 4
     with lines[1].guarded():
         lines[0].fail(note(0, steps=5))
@@ -101,7 +102,7 @@ def test_a_rank_that_is_behind_gets_time_to_complete_its_step(lines):
         time.sleep(2 * lifeline._SETTLE_S)
         assert not lines[1]._cut.is_set()
         lines[1].steps = 5
-        assert lines[1]._cut.wait(1.0)
+        assert lines[1]._cut.wait(10.0)
     regrouped(lines)
 
 
@@ -152,44 +153,80 @@ def connection() -> tuple[socket.socket, socket.socket, socket.socket]:
 
 
 def test_sockets_of_groups_are_cut_and_no_others():
-    sockets = GroupSockets()
+    group = GroupSockets()
     before = connection()
-    with sockets.noting():
+    with group.noting():
         inside = connection()
-    assert sockets
-    assert sockets.cut(set()) == 2
+    assert group
+    assert group.cut(set()) == 2
     assert inside[1].recv(1) == b""  # ended
     inside[0].settimeout(0.1)
     with pytest.raises(TimeoutError):
         inside[0].accept()  # still listens
     before[1].sendall(b"x")
     assert before[2].recv(1) == b"x"
-    assert not sockets
+    assert not group
     for end in (*before, *inside):
         end.close()
 
 
 def test_connections_to_a_store_that_this_process_serves_are_spared():
-    sockets = GroupSockets()
-    with sockets.noting():
+    group = GroupSockets()
+    with group.noting():
         listening, client, accepted = connection()
-    assert sockets.cut({listening.getsockname()[1]}) == 1  # the client's end: it may wait for the store
+    assert group.cut({listening.getsockname()[1]}) == 1  # the client's end: it may wait for the store
     accepted.settimeout(1)
     assert accepted.recv(1) == b""
     for end in (listening, client, accepted):
         end.close()
 
 
+def test_a_group_that_is_done_just_when_another_thread_cuts_is_cut_too(monkeypatch):
+    group, listed, cuts = GroupSockets(), sockets._open_sockets, []
+    cutting = threading.Thread(target=lambda: cuts.append(group.cut(set())))
+
+    def listed_while_another_cuts() -> dict[int, str]:
+        found = listed()
+        if inside and cutting.ident is None:  # the group is made, and is being noted
+            cutting.start()
+            cutting.join(0.2)
+        return found
+
+    inside: tuple[socket.socket, ...] = ()
+    monkeypatch.setattr(sockets, "_open_sockets", listed_while_another_cuts)
+    with group.noting():
+        inside = connection()
+    cutting.join(5)
+    assert cuts == [2]
+    assert inside[1].recv(1) == b""
+    for end in inside:
+        end.close()
+
+
+def test_a_group_that_is_made_after_the_cut_is_cut_until_the_main_thread_is_away(lines):
+    with pytest.raises(OtherRankFailed), lines[1].guarded():
+        lines[0].fail(note(0))
+        assert lines[1]._cut.wait(5)
+        with GROUP_SOCKETS.noting():
+            late = connection()
+        late[1].settimeout(2)
+        assert late[1].recv(1) == b""
+        raise OtherRankFailed
+    for end in late:
+        end.close()
+    regrouped(lines)
+
+
 def test_a_number_that_went_to_another_file_is_not_cut():
-    sockets = GroupSockets()
-    with sockets.noting():
+    group = GroupSockets()
+    with group.noting():
         listening, client, accepted = connection()
     numbers = [end.fileno() for end in (listening, client, accepted)]
     for end in (listening, client, accepted):
         end.close()
     others = [os.open(os.devnull, os.O_RDONLY) for _ in numbers]
     again = connection()
-    assert sockets.cut(set()) == 0
+    assert group.cut(set()) == 0
     again[1].sendall(b"x")
     assert again[2].recv(1) == b"x"
     for number in others:
