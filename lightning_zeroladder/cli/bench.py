@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,6 +19,9 @@ from lightning_zeroladder.cli.ranks import joined, on_own_ranks, started_by_laun
 from lightning_zeroladder.costmodel.links import Links
 from lightning_zeroladder.costmodel.links_file import links_to_json, write_links
 from lightning_zeroladder.report.plots import check_plot, plot_links
+
+if TYPE_CHECKING:
+    from lightning_zeroladder.probe.links import Effort
 
 __all__ = ["links_table", "run_bench"]
 
@@ -36,8 +40,9 @@ def run_bench(args: list[str]) -> int:
         check_plot(options.plot)
     if options.seconds <= 0:
         raise ValueError(f"seconds={options.seconds:g}: must be above 0.")
+    effort = _effort(options)  # a mistake in it is found before ranks are started
     if started_by_launcher():
-        return _measure(options)
+        return _measure(options, effort)
     ranks = options.ranks if options.ranks is not None else _default_ranks()
     if ranks < 2:
         raise ValueError(
@@ -67,13 +72,20 @@ def _default_ranks() -> int:
     return torch.cuda.device_count() or 2
 
 
-def _measure(options: argparse.Namespace) -> int:
-    from lightning_zeroladder.probe.links import default_effort, measure_links
+def _effort(options: argparse.Namespace) -> Effort:
+    import torch
+
+    from lightning_zeroladder.probe.links import default_effort
+
+    effort = default_effort(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    given = {"smallest_bytes": options.smallest, "largest_bytes": options.largest, "seconds": options.seconds}
+    return replace(effort, **{name: value for name, value in given.items() if value is not None})
+
+
+def _measure(options: argparse.Namespace, effort: Effort) -> int:
+    from lightning_zeroladder.probe.links import measure_links
 
     with joined() as place:
-        effort = default_effort(place.device)
-        given = {"smallest_bytes": options.smallest, "largest_bytes": options.largest, "seconds": options.seconds}
-        effort = replace(effort, **{name: value for name, value in given.items() if value is not None})
         precision = options.precision or ("bf16" if place.device.type == "cuda" else "fp32")
         links = measure_links(place.device, per_node=place.per_node, precision=precision, effort=effort)
     if place.rank == 0:

@@ -190,5 +190,5 @@ def _version() -> str:
 
 
 def _fail(message: str, *, status: int = 1) -> int:
-    print(f"zeroladder: {message}", file=sys.stderr)
+    sys.stderr.write(f"zeroladder: {message}\n")  # in one piece: ranks that share a terminal may fail at once
     return status

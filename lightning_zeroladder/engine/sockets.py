@@ -62,9 +62,10 @@ class GroupSockets:
         return bool(self._noted)
 
     def cut(self, spared_ports: Collection[int]) -> int:
-        """Shut down the connections, on this side, and forget them. Returns how many.
+        """End what this side reads from the connections, and forget them. Returns how many.
 
-        Sockets that listen are left alone: gloo aborts the process when one of those fails.
+        Whoever waits on one sees it end, closes it, and with that the other side's ends too. Sockets that listen are
+        left alone: gloo aborts the process when one of those fails.
 
         Args:
             spared_ports: Connections that came in at these ports are left alone: other ranks talk to a store there.
@@ -96,7 +97,9 @@ def _shut_down(fd: int, spared_ports: Collection[int]) -> bool:
         connection.getpeername()  # fails where there is none
         if connection.getsockname()[1] in spared_ports:
             return False
-        connection.shutdown(socket.SHUT_RDWR)
+        # For reading only. What gloo cannot write any more it keeps in a queue, and whoever waits for such a send is
+        # not woken when the connection closes (seen in torch 2.13): the end of what can be read has to come first.
+        connection.shutdown(socket.SHUT_RD)
         return True
     except OSError:  # it listens, or is closed already
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,11 @@ def test_the_demo_walks_commits_and_learns(tmp_path: Path) -> None:
     for stage in range(4):
         assert f"ladder: trying stage {stage}" in printed
     assert_table(printed)
-    first, last = (float(word) for word in printed.split("loss: ")[-1].replace(",", " ").split() if "." in word)
+    losses = re.search(
+        r"^loss: ([\d.]+) over the first \d+ batches, ([\d.]+) over the last \d+$", printed, re.MULTILINE
+    )
+    assert losses, printed[-3000:]
+    first, last = map(float, losses.groups())
     assert last < first - 0.5
     report = read_report(tmp_path / "run")
     assert report.complete

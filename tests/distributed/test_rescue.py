@@ -207,7 +207,12 @@ def test_many_faults_leave_nothing_behind(tmp_path: Path) -> None:
     for data in results:
         assert data["faults"] >= FAULTS
         assert data["wrong"] == []
-        early, late = data["footprints"][5], data["footprints"][-1]
+        # Threads and connections of a run that is just beginning or ending come and go: a leak shows in the least.
+        third = len(data["footprints"]) // 3
+        early, late = (
+            {name: min(each[name] for each in part) for name in part[0]}
+            for part in (data["footprints"][3:third], data["footprints"][-third:])
+        )
         assert late["groups"] <= early["groups"]
         assert late["threads"] <= early["threads"] + 2
         assert late["fds"] <= early["fds"] + 4

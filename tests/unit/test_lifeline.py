@@ -159,7 +159,10 @@ def test_sockets_of_groups_are_cut_and_no_others():
         inside = connection()
     assert group
     assert group.cut(set()) == 2
-    assert inside[1].recv(1) == b""  # ended
+    for end in inside[1:]:
+        end.settimeout(1)
+        assert end.recv(1) == b""  # ended
+    inside[1].sendall(b"x")  # what it writes still goes out
     inside[0].settimeout(0.1)
     with pytest.raises(TimeoutError):
         inside[0].accept()  # still listens
@@ -175,8 +178,11 @@ def test_connections_to_a_store_that_this_process_serves_are_spared():
     with group.noting():
         listening, client, accepted = connection()
     assert group.cut({listening.getsockname()[1]}) == 1  # the client's end: it may wait for the store
-    accepted.settimeout(1)
-    assert accepted.recv(1) == b""
+    client.settimeout(1)
+    assert client.recv(1) == b""
+    accepted.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        accepted.recv(1)
     for end in (listening, client, accepted):
         end.close()
 
@@ -204,14 +210,20 @@ def test_a_group_that_is_done_just_when_another_thread_cuts_is_cut_too(monkeypat
 
 
 def test_a_group_that_is_made_after_the_cut_is_cut_until_the_main_thread_is_away(lines):
-    with pytest.raises(OtherRankFailed), lines[1].guarded():
-        lines[0].fail(note(0))
-        assert lines[1]._cut.wait(5)
-        with GROUP_SOCKETS.noting():
-            late = connection()
-        late[1].settimeout(2)
-        assert late[1].recv(1) == b""
-        raise OtherRankFailed
+    late: list[socket.socket] = []
+
+    def make_a_group_late() -> None:
+        with lines[1].guarded():
+            lines[0].fail(note(0))
+            assert lines[1]._cut.wait(5)
+            with GROUP_SOCKETS.noting():
+                late.extend(connection())
+            late[1].settimeout(2)
+            assert late[1].recv(1) == b""
+            raise OtherRankFailed
+
+    with pytest.raises(OtherRankFailed):
+        make_a_group_late()
     for end in late:
         end.close()
     regrouped(lines)
