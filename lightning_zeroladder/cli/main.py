@@ -18,6 +18,7 @@ _COMMANDS: dict[str, str] = {
     "predict": "run the prediction loop (LightningCLI)",
     "plan": "predict memory, traffic and throughput of each stage from numbers",
     "bench": "measure the links between ranks, for plan",
+    "audit": "count what a stage sends with the installed DeepSpeed, against the formulas",
     "report": "print the table of a run's ladder again",
     "inspect": "say what a checkpoint is, what it loads into, and whether it is whole",
     "convert": "convert a checkpoint: to universal, or to another stage and number of ranks",
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "prove": _prove,
         "plan": _plan,
         "bench": _bench,
+        "audit": _audit,
     }
     try:
         if name not in own:
@@ -122,6 +124,17 @@ def _bench(args: list[str]) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", status=130)
+
+
+def _audit(args: list[str]) -> int:
+    from lightning_zeroladder.cli.audit import run_audit
+
+    try:
+        return run_audit(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was left behind", status=130)
 
 
 def _prove(args: list[str]) -> int:

@@ -26,21 +26,26 @@ class WireCounter:
 
     Attributes:
         elements: Elements sent per rank so far, by collective.
+        nbytes: The same in bytes.
         calls: Calls so far, by collective.
     """
 
     def __init__(self, world_size: int) -> None:
         self._share = (world_size - 1) / world_size
         self.elements: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call."""
-        whole = max((_numel(value) for value in (*args, *kwargs.values())), default=0)
+        tensors = max(map(_tensors, (*args, *kwargs.values())), key=_numel, default=[])
+        whole = _numel(tensors)
         if whole < _FEW_ELEMENTS:
             return
         self.calls[name] += 1
-        self.elements[name] += round(whole * self._share * (2 if name in _TWICE else 1))
+        sent = round(whole * self._share * (2 if name in _TWICE else 1))
+        self.elements[name] += sent
+        self.nbytes[name] += sent * tensors[0].element_size()
 
     @property
     def sent(self) -> int:
@@ -50,12 +55,17 @@ class WireCounter:
     def clear(self) -> None:
         """Begin anew."""
         self.elements.clear()
+        self.nbytes.clear()
         self.calls.clear()
 
 
-def _numel(value: Any) -> int:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return value.numel()
+        return [value]
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
-        return sum(item.numel() for item in value if isinstance(item, torch.Tensor))
-    return 0
+        return [item for item in value if isinstance(item, torch.Tensor)]
+    return []
+
+
+def _numel(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)

@@ -89,8 +89,8 @@ def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> 
 def test_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune"]) == 2
     assert capsys.readouterr().err == (
-        "zeroladder: unknown command 'tune'; choose from fit, validate, test, predict, plan, bench, report, inspect, "
-        "convert, export, prove\n"
+        "zeroladder: unknown command 'tune'; choose from fit, validate, test, predict, plan, bench, audit, report, "
+        "inspect, convert, export, prove\n"
     )
 
 
