@@ -29,7 +29,14 @@ _FUNCTIONS = {
 
 
 def register() -> None:
-    """Make ``zero_auto`` known to Lightning's strategy registry. Done on import; doing it again changes nothing."""
+    """Make ``zero_auto`` known to Lightning's strategy registry. Done on import; doing it again changes nothing.
+
+    Raises:
+        ImportError: If Lightning, DeepSpeed, torch or another requirement is of a version that is not supported.
+    """
+    from lightning_zeroladder.versions import check_versions
+
+    check_versions()
     from lightning.pytorch.strategies import StrategyRegistry
 
     from lightning_zeroladder.requirements_check import warn_of_pytorch_lightning

@@ -37,15 +37,14 @@ class LadderProgress:
         if not self._enabled:
             return
         self._label, self._total_steps = rung_label, total_steps
-        if not sys.stdout.isatty():
-            print(f"ladder: trying {rung_label}, at most {total_steps} steps", flush=True)
-            return
-        live = self._live()
+        live = self._live()  # asked first: while a display is live, older releases of rich say stdout is no terminal
         if live is not None:
             self._close_tqdm()
             self._show_rich(live, step=0, suffix="")
-        else:
+        elif sys.stdout.isatty():
             self._show_tqdm()
+        else:
+            print(f"ladder: trying {rung_label}, at most {total_steps} steps", flush=True)
 
     def update(self, step: int, throughput: float, unit: str) -> None:
         """Show that ``step`` optimizer steps of the rung are done.
@@ -72,7 +71,9 @@ class LadderProgress:
 
     def _live(self) -> Progress | None:
         progress = getattr(self._progress_bar, "progress", None)
-        return progress if isinstance(progress, Progress) and progress.live.is_started else None
+        if not isinstance(progress, Progress):
+            return None
+        return progress if progress.live.is_started and progress.console.is_terminal else None
 
     def _show_rich(self, progress: Progress, *, step: int, suffix: str) -> None:
         description = escape(f"ladder: {self._label}{suffix}")

@@ -79,12 +79,14 @@ def test_task_in_a_live_rich_display(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_follows_lightning_to_a_new_rich_display(monkeypatch: pytest.MonkeyPatch) -> None:
     on_terminal(monkeypatch)
-    bar = SimpleNamespace(progress=Progress(console=Console(file=io.StringIO()), auto_refresh=False))
+    bar = SimpleNamespace(
+        progress=Progress(console=Console(file=io.StringIO(), force_terminal=True), auto_refresh=False)
+    )
     bar.progress.start()
     progress = LadderProgress(enabled=True, progress_bar=bar)
     progress.start("stage 2", 200)
     bar.progress.stop()
-    bar.progress = Progress(console=Console(file=io.StringIO()), auto_refresh=False)
+    bar.progress = display()
     with bar.progress:
         progress.update(7, 10.0, "samples/s/GPU")
         assert [(task.description, task.completed) for task in bar.progress.tasks] == [
