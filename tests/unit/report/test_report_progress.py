@@ -79,9 +79,11 @@ def test_task_in_a_live_rich_display(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_follows_lightning_to_a_new_rich_display(monkeypatch: pytest.MonkeyPatch) -> None:
     on_terminal(monkeypatch)
-    bar = SimpleNamespace(
-        progress=Progress(console=Console(file=io.StringIO(), force_terminal=True), auto_refresh=False)
-    )
+
+    def display() -> Progress:
+        return Progress(console=Console(file=io.StringIO(), force_terminal=True), auto_refresh=False)
+
+    bar = SimpleNamespace(progress=display())
     bar.progress.start()
     progress = LadderProgress(enabled=True, progress_bar=bar)
     progress.start("stage 2", 200)
