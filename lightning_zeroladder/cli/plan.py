@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_zeroladder.costmodel.hardware import ACHIEVED, GPUS, gpu_named
+from lightning_zeroladder.costmodel.hardware import ACHIEVED, GPUS, gpu_named, is_gpu
 from lightning_zeroladder.costmodel.job import OPTIMIZERS, PRECISIONS, Cluster, Model, Training, Transformer
+from lightning_zeroladder.costmodel.links import Links
+from lightning_zeroladder.costmodel.links_file import read_links
 from lightning_zeroladder.costmodel.planning import FSDP_NAMES, OWNERS, Plan, make_plan
+from lightning_zeroladder.versions import collect_versions
 
 __all__ = ["plan_to_json", "run_plan"]
 
@@ -21,6 +25,9 @@ _LOG_WIDTH = 120
 
 _ACROSS_BYTES_PER_S = 10e9
 """Bandwidth across nodes where none is given."""
+
+_LATENCY_S = 30e-6
+"""Latency of a collective where none is given."""
 
 
 def run_plan(args: list[str]) -> int:
@@ -69,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     cluster.add_argument("--flops", type=float, metavar="FLOP/S", help="achieved by a GPU, such as 400e12")
     cluster.add_argument("--bandwidth", type=float, metavar="BYTES/S", help="per GPU in collectives across nodes")
     cluster.add_argument("--inside-bandwidth", type=float, metavar="BYTES/S", help="the same inside a node")
-    cluster.add_argument("--latency", type=float, default=30e-6, metavar="S", help="of a collective (default: 30e-6)")
+    cluster.add_argument("--latency", type=float, metavar="S", help="of a collective (default: 30e-6)")
+    cluster.add_argument("--links", type=Path, metavar="FILE", help="what zeroladder bench measured: links.json")
     parser.add_argument("--headroom", type=float, default=0.10, help="share of memory to stay free (default: 0.10)")
     parser.add_argument("--textbook", action="store_true", help="traffic of the ZeRO paper, not of deepspeed 0.19")
     parser.add_argument("--terms", action="store_true", help="also show what makes up each peak")
@@ -85,7 +93,8 @@ def _job(options: argparse.Namespace) -> tuple[Model, Training, Cluster]:
     """Put the numbers together.
 
     Raises:
-        ValueError: If the GPU is neither named nor described.
+        OSError: If there is no file of links.
+        ValueError: If the GPU is neither named nor described, or the links are not its.
     """
     gpu = gpu_named(options.gpu) if options.gpu else None
     if gpu is None and (options.hbm is None or options.flops is None):
@@ -105,7 +114,8 @@ def _job(options: argparse.Namespace) -> tuple[Model, Training, Cluster]:
         flops=options.flops if options.flops is not None else ACHIEVED * gpu.peak_flops if gpu else 0.0,
         inside_bytes_per_s=inside,
         across_bytes_per_s=options.bandwidth if options.bandwidth is not None else _ACROSS_BYTES_PER_S,
-        latency_s=options.latency,
+        latency_s=options.latency if options.latency is not None else _LATENCY_S,
+        links=_links(options),
     )
     training = Training(
         micro_batch=options.micro_batch,
@@ -116,6 +126,49 @@ def _job(options: argparse.Namespace) -> tuple[Model, Training, Cluster]:
         activation_bytes=measured,
     )
     return Model(options.params, options.frozen, largest, shapes), training, cluster
+
+
+def _links(options: argparse.Namespace) -> Links | None:
+    """Read what was measured, if it can be what the plan is about.
+
+    Raises:
+        OSError: If there is no such file.
+        ValueError: If it is damaged, has wrong results, is of another GPU, or would have to agree with a number.
+    """
+    if options.links is None:
+        return None
+    numbers = ("bandwidth", "inside_bandwidth", "latency")
+    given = [f"--{name.replace('_', '-')}" for name in numbers if getattr(options, name) is not None]
+    given += ["--textbook"] if options.textbook else []
+    if given:
+        raise ValueError(f"--links and {given[0]} both say how fast the links are: give one of them.")
+    links = read_links(options.links)
+    wrong = links.wrong()
+    if wrong:
+        raise ValueError(
+            f"{options.links}: {wrong[0].collective} of {wrong[0].nbytes} bytes {wrong[0].where} gave a wrong result. "
+            "Find out why (zeroladder bench shows it) before you plan with it."
+        )
+    device = links.machine.device
+    if options.gpu and not is_gpu(options.gpu, device):
+        raise ValueError(f"{options.links} was measured on {device}, --gpu is {options.gpu}: measure on such GPUs.")
+    return links
+
+
+def _other_than_measured(links: Links, training: Training, cluster: Cluster) -> list[str]:
+    """Say in what the plan differs from where its links were measured."""
+    measured = links.machine
+    said = []
+    if cluster.per_node != measured.per_node:
+        said.append(f"{measured.per_node} GPUs per node, the plan has {cluster.per_node}")
+    if cluster.nodes > measured.nodes:
+        said.append(f"{measured.nodes} nodes, the plan has {cluster.nodes}")
+    if training.precision != measured.precision:
+        said.append(f"{measured.precision}, the plan is for {training.precision}")
+    installed = collect_versions()["torch"]
+    if installed != measured.torch:
+        said.append(f"torch {measured.torch}, installed is {installed}")
+    return said
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -178,9 +231,13 @@ def _terms(plan: Plan) -> Table:
 
 def _assumptions(options: argparse.Namespace, training: Training, cluster: Cluster) -> str:
     said = [f"{cluster.flops / 1e12:.0f} TFLOP/s per GPU" + ("" if options.flops else f" ({ACHIEVED:.0%} of its peak)")]
-    links = f"{cluster.bytes_per_s / 1e9:.0f} GB/s per GPU in collectives"
+    speed = f"{cluster.bytes_per_s / 1e9:.3g} GB/s per GPU in collectives"
     given = options.bandwidth if cluster.nodes > 1 else options.inside_bandwidth
-    said.append(links + ("" if given else " (assumed: measure yours)"))
+    if cluster.links is not None:
+        others = _other_than_measured(cluster.links, training, cluster)
+        said.append(f"{speed} (measured{' with ' + '; '.join(others) if others else ''})")
+    else:
+        said.append(speed + ("" if given else " (assumed: measure yours)"))
     if options.layers is None and training.activation_bytes is None:
         said.append("activations not counted (give --layers and --hidden, or --activations)")
     return f"Counted with {', '.join(said)}."

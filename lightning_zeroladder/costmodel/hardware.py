@@ -6,9 +6,10 @@ bandwidth of an all-reduce over eight of them, rounded; on cards without NVLink,
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-__all__ = ["ACHIEVED", "GPUS", "Gpu", "gpu_named"]
+__all__ = ["ACHIEVED", "GPUS", "Gpu", "gpu_named", "is_gpu"]
 
 ACHIEVED = 0.4
 """Share of the peak rate that a training step gets from large matrix products, where nothing was measured."""
@@ -54,3 +55,9 @@ def gpu_named(name: str) -> Gpu:
     if found is None:
         raise ValueError(f"gpu={name!r} is not known; known are {', '.join(GPUS)}. Or give --hbm and --flops.")
     return found
+
+
+def is_gpu(name: str, device: str) -> bool:
+    """Whether a device's own name, such as ``NVIDIA H100 80GB HBM3``, is that of a GPU in `GPUS`, of any memory."""
+    letters, digits, rest = re.findall(r"^([a-z]+)(\d+)([a-z]*)", name.lower())[0]
+    return re.search(rf"(?<![a-z0-9]){letters} ?{digits}{rest}(?![a-z0-9])", device.lower()) is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_zeroladder.costmodel.traffic import StageSettings
+from lightning_zeroladder.costmodel.links import Links, Where
+from lightning_zeroladder.costmodel.traffic import Collective, StageSettings
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Cluster", "Model", "RungSettings", "Training", "Transformer"]
 
@@ -99,6 +100,7 @@ class Cluster:
         inside_bytes_per_s: Bandwidth that a rank gets in a collective inside a node.
         across_bytes_per_s: The same where it crosses nodes.
         latency_s: Time of a collective call without any bytes.
+        links: What was measured: it takes the place of bandwidths and latency.
     """
 
     world_size: int
@@ -108,6 +110,7 @@ class Cluster:
     inside_bytes_per_s: float
     across_bytes_per_s: float
     latency_s: float = 30e-6
+    links: Links | None = None
 
     @property
     def nodes(self) -> int:
@@ -115,8 +118,19 @@ class Cluster:
         return -(-self.world_size // self.per_node)
 
     @property
+    def where(self) -> Where:
+        """Links that a collective over all ranks uses."""
+        return Where.ACROSS if self.nodes > 1 else Where.INSIDE
+
+    @property
     def bytes_per_s(self) -> float:
-        """Bandwidth of a collective over all ranks: that of its slowest link."""
+        """Bandwidth of a collective over all ranks: that of its slowest link, and of an all-reduce if measured.
+
+        Raises:
+            ValueError: If links were measured, but not these.
+        """
+        if self.links is not None:
+            return self.links.bytes_per_s(Collective.ALL_REDUCE, self.where)
         return self.across_bytes_per_s if self.nodes > 1 else self.inside_bytes_per_s
 
 

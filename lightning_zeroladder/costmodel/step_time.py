@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_zeroladder.costmodel.job import PRECISIONS, Cluster, Model, RungSettings, Training
+from lightning_zeroladder.costmodel.links import Links
 from lightning_zeroladder.costmodel.traffic import Flow, Moment, TrafficModel, flows
 
 __all__ = ["StepTime", "communication_s", "compute_s", "step_time"]
@@ -59,17 +60,35 @@ def communication_s(
         cluster: Links.
         rung: Stage and settings.
         ring: Count what a ring of N ranks sends; False: the textbook's round numbers, which are its limit for large N.
+            Links that were measured are not used then.
+
+    Raises:
+        ValueError: If links were measured, but not those that this job uses.
     """
     seconds: dict[str, float] = {}
     if cluster.world_size == 1:
         return seconds
     for flow in flows(rung.traffic, model):
         calls = training.accumulate if flow.moment is Moment.MICRO_BATCH else 1
+        if ring and cluster.links is not None:
+            seconds[_name(flow)] = calls * _measured_s(flow, training, cluster, cluster.links, rung)
+            continue
         elements = flow.sent(cluster.world_size if ring else 10**12)
         nbytes = elements * PRECISIONS[training.precision]
         buckets = max(1, -(-flow.elements // max(1, rung.bucket_elements)))
         seconds[_name(flow)] = calls * (nbytes / cluster.bytes_per_s + buckets * cluster.latency_s)
     return seconds
+
+
+def _measured_s(flow: Flow, training: Training, cluster: Cluster, links: Links, rung: RungSettings) -> float:
+    """Return the seconds of a flow, bucket by bucket, each as long as a collective of its size took."""
+    full, rest = divmod(flow.elements, max(1, rung.bucket_elements))
+
+    def one(elements: float) -> float:
+        nbytes = elements * PRECISIONS[training.precision]
+        return links.seconds(flow.collective, cluster.where, nbytes, ranks=cluster.world_size)
+
+    return (full * one(rung.bucket_elements) if full else 0.0) + (one(rest) if rest else 0.0)
 
 
 def step_time(
