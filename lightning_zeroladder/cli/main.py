@@ -24,6 +24,7 @@ _COMMANDS: dict[str, str] = {
     "convert": "convert a checkpoint: to universal, or to another stage and number of ranks",
     "export": "write the whole weights of a checkpoint as safetensors",
     "prove": "train, save, resume on other ranks at another stage, and compare the losses",
+    "doctor": "look at this machine, and under torchrun at whether all ranks answer",
 }
 
 
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plan": _plan,
         "bench": _bench,
         "audit": _audit,
+        "doctor": _doctor,
     }
     try:
         if name not in own:
@@ -146,6 +148,12 @@ def _prove(args: list[str]) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was left behind", status=130)
+
+
+def _doctor(args: list[str]) -> int:
+    from lightning_zeroladder.cli.doctor import run_doctor
+
+    return run_doctor(args)
 
 
 def _lightning(args: list[str] | None) -> int:

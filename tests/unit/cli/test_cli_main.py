@@ -90,7 +90,7 @@ def test_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) 
     assert main(["tune"]) == 2
     assert capsys.readouterr().err == (
         "zeroladder: unknown command 'tune'; choose from fit, validate, test, predict, plan, bench, audit, report, "
-        "inspect, convert, export, prove\n"
+        "inspect, convert, export, prove, doctor\n"
     )
 
 
