@@ -36,6 +36,8 @@ _DEEPSPEED_ENTRIES = frozenset(
     }
 )
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+"""Members of DeepSpeed's ``ZeroStageEnum``."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -209,7 +211,11 @@ def _short(value: Any) -> str:
 
 def _stage(shard: Mapping[str, Any]) -> int:
     stage = shard.get("zero_stage", 1)  # the bf16 wrapper of stage 1 does not write it
-    return int(stage.args[0] if isinstance(stage, Opaque) else stage)
+    if not isinstance(stage, Opaque):
+        return int(stage)
+    if stage.name_in_pickle[1] == "getattr":  # Python 3.11.0 to 3.11.3 write a member of an enum by its name
+        return _STAGES[stage.args[1]]
+    return int(stage.args[0])
 
 
 def scaler_of(shard: Mapping[str, Any]) -> dict[str, Any]:

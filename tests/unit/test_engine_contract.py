@@ -15,6 +15,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
@@ -24,6 +25,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torchmetrics import MeanMetric, Metric
 
+from lightning_zeroladder.checkpoint import native
+from lightning_zeroladder.checkpoint.pickles import opaque
 from lightning_zeroladder.engine import lifecycle, observe, shards
 from lightning_zeroladder.engine.groups import replace_backend, without_compiled_shm_op
 
@@ -86,6 +89,20 @@ def test_checkpoints_are_laid_out_as_they_are_read(method, keys):
     source = inspect.getsource(method)
     for key in keys:
         assert key in source
+
+
+def test_the_stages_have_the_names_that_checkpoints_of_early_python_3_11_are_read_by():
+    assert {stage.name: stage.value for stage in ZeroStageEnum} == native._STAGES
+
+
+@pytest.mark.parametrize("stage", ZeroStageEnum)
+def test_a_stage_is_read_in_each_way_that_pythons_write_it(stage):
+    module = "__builtin__"  # as protocol 2 calls builtins
+    enum = type(opaque("deepspeed.runtime.zero.config", "ZeroStageEnum"))
+    by_name = opaque(module, "getattr", enum, stage.name, called=True)
+    by_value = opaque("deepspeed.runtime.zero.config", "ZeroStageEnum", stage.value, called=True)
+    for written in (by_name, by_value, stage.value):
+        assert native._stage({"zero_stage": written}) == stage
 
 
 def test_the_files_of_a_checkpoint_have_the_names_that_are_looked_for():
